@@ -47,9 +47,9 @@ QUERIES = (
 
 def queries_of(train_data: str, count: int = len(QUERIES)) -> list[str]:
     """Captions of some samples that are spread evenly over the data."""
-    samples = SourceSamples(open_sources(train_data, "").opened, images=False)
-    rows = np.linspace(0, sum(samples.sizes) - 1, count).astype(int)
-    return [samples.sample(row).captions[0][1] for row in rows.tolist()]
+    samples = SourceSamples(open_sources(train_data, "").opened, "text")
+    numbers = np.linspace(0, len(samples.caption_starts) - 2, count).astype(int)
+    return [samples.sample(number)[0][1] for number in numbers.tolist()]
 
 
 def answer(model: Path, data: str, queries: Sequence[str], page: Path, *, best: int = 5) -> None:

@@ -33,7 +33,6 @@ from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.search.ranking import embed_collection
-from open_clip_zerovl.features.store import Store
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.model_file import register_model_file
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
@@ -200,23 +199,16 @@ def own_model(folder: Path) -> None:
 
 
 def searching(folder: Path) -> None:
-    """Search's embeddings of a folder, made again where the stored ones are of something else."""
-    found = embed_collection(
+    """Search's embeddings of a folder, made again where the stored ones are damaged."""
+    store, _ = embed_collection(
         open_collection(str(folder / "pictures")), inputs.frozen(), cache=folder / "cache"
     )
-    assert sum(len(block) for block in found.rows.blocks()) == 3
+    assert sum(len(block) for block in store.blocks()) == 3 and store.ids.all()
 
 
 def run_page(folder: Path) -> None:
     """The page of a run's record."""
     write_run_page(folder / "run")
-
-
-def stored(folder: Path) -> None:
-    (place,) = (folder / "cache").iterdir()
-    for rows in Store.open(place, remedy="zerovl search").rows.values():
-        for _ in rows.blocks():
-            pass
 
 
 def picture(how: str) -> Reader:
@@ -333,7 +325,7 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
     "exported folder": (inputs.make_export, {"evaluation": loading("exported")}),
     "run": (inputs.make_record, {"page": run_page}),
     "model file": (inputs.make_model_file, {"training": own_model}),
-    "embeddings": (inputs.make_index, {"stored": stored, "search": searching}),
+    "features": (inputs.make_index, {"search": searching}),
     "arrays": (
         inputs.make_arrays,
         {

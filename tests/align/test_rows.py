@@ -27,8 +27,6 @@ from open_clip_zerovl.align.rows import (
 )
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.features import reading as reading_module
-from open_clip_zerovl.features import store as store_module
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.features.sources import SourceSamples, cut_captions
 from support.tars import write_tar
@@ -64,19 +62,17 @@ def test_held_out_sets_are_named_as_for_the_other_commands(home):
 
 
 def contents(store):
-    return {name: rows.array.tobytes() for name, rows in store.rows.items()}
+    return torch.cat([*store.blocks()]).numpy().tobytes(), store.ids.tobytes()
 
 
 def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_the_same_bits(
     sources, towers, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(reading_module, "UNIT_SAMPLES", 20)
-    monkeypatch.setattr(store_module, "_FLUSH_SECONDS", 0.0)
     for tower, method in zip(towers, ("images", "texts"), strict=True):
         whole = embed_tower(
             tower, sources, tmp_path / "whole", AlignFlags(encode_batch=20), device=CPU
         )
-        assert whole.done.all() and (whole.rows[f"1.{method}"].array != 0).all()
+        assert whole.missing == [] and whole.ids.all()
         calls, stock = [], getattr(FrozenModel, method)
 
         def counted(self, inputs, calls=calls, stock=stock):
@@ -92,11 +88,11 @@ def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_th
                 tower, sources, tmp_path / "stopped", AlignFlags(encode_batch=20), device=CPU
             )
         done = sum(calls[:3])
-        embed_tower(tower, sources, tmp_path / "stopped", FLAGS_OF_TWO[0], device=CPU)
-        stopped = embed_tower(tower, sources, tmp_path / "stopped", FLAGS_OF_TWO[1], device=CPU)
+        for flags in FLAGS_OF_TWO:
+            stopped = embed_tower(tower, sources, tmp_path / "stopped", flags, device=CPU)
         assert contents(stopped) == contents(whole)
-        count = len(whole.rows[f"0.{method}"])
-        assert sum(calls[4:]) <= count - done + 40  # at most the unit that was stopped comes again
+        # At most the part that was stopped comes again.
+        assert sum(calls[4:]) <= whole.begins[-1] - done + max(whole.counts)
         before = len(calls)
         said = []
         embed_tower(
@@ -107,7 +103,8 @@ def test_features_are_those_of_the_tower_and_stopped_or_shared_work_ends_with_th
             device=CPU,
             say=said.append,
         )
-        assert len(calls) == before and "its features of 140 samples are in" in said[0]
+        total = "140 pictures" if method == "images" else "280 captions"
+        assert len(calls) == before and f"the features of its {total} are in" in said[0]
         monkeypatch.setattr(FrozenModel, method, stock)
 
 
@@ -119,22 +116,26 @@ def test_rows_of_captions_stay_with_their_samples_when_the_data_change(home, tow
         for tower in towers:
             again = embed_tower(tower, opened, tmp_path / "rows", device=CPU)
             anew = embed_tower(tower, opened, tmp_path / data[:1] / str(len(data)), device=CPU)
-            assert again.done.all() and contents(again) == contents(anew)
+            assert again.missing == [] and contents(again) == contents(anew)
 
 
 def test_a_sample_is_read_by_its_number(sources, tmp_path):
     """Whole sources, and a selection with some samples of each shard."""
     cluster = replace(sources.opened[1], picked=np.array([3, 10, 2, 7]), sizes=(2, 2))
-    samples = SourceSamples([*sources.opened, cluster])
-    every = [one for file in range(len(samples.sizes)) for one in samples.read(file)]
-    assert len(every) == 144
-    for row in (0, 29, 30, 65, 139, 141, 143):
-        one = samples.sample(row)
-        assert (one.row, one.captions) == (row, every[row].captions)
-        assert one.pictures[0].tobytes() == every[row].pictures[0].tobytes()
+    for side, each in (("image", 1), ("text", 2)):
+        samples = SourceSamples([*sources.opened, cluster], side)
+        begins = np.cumsum([0, *samples.counts])
+        every = [
+            (begins[part] + row, shown)
+            for part in range(len(samples.counts))
+            for row, shown in samples.read(part)
+        ]
+        assert [row for row, _ in every] == [*range(144 * each)]
+        for number in (0, 29, 30, 65, 139, 141, 143):
+            assert samples.sample(number) == every[each * number : each * (number + 1)]
     write_tar(tmp_path / "bad" / "0.tar", [("0.png", b"no picture"), ("0.txt", b"a red house")])
     with pytest.raises(UserError, match=r"sample '0' in .*remove the sample"):
-        SourceSamples(open_sources(f"bad={tmp_path / 'bad'}", "").opened).sample(0)
+        SourceSamples(open_sources(f"bad={tmp_path / 'bad'}", "").opened, "image").sample(0)
 
 
 def test_other_weights_of_the_same_name_get_rows_of_their_own(sources, towers, tmp_path):
@@ -206,51 +207,21 @@ def test_features_are_scaled_to_a_mean_square_of_one_and_read_from_memory_or_the
 ):
     store = embed_tower(towers[0], sources, tmp_path, device=CPU)
     wanted = np.arange(100)
-    rows = store.rows["0.images"]
-    held, mapped = (Features(rows, unit_scale(rows, wanted), CPU, room) for room in (None, 0))
+    scale = unit_scale(store, wanted)
+    held, mapped = (Features(store, scale, CPU, room) for room in (None, 0))
     index = torch.tensor([7, 3, 7, 99])
     assert torch.equal(held[index], mapped[index])
     assert held[torch.from_numpy(wanted)].square().mean().sqrt().item() == pytest.approx(
         1.0, abs=1e-5
     )
-    expected = (
-        torch.from_numpy(store.rows["0.images"].array[index.numpy()].astype(np.float32))
-        * held.scale
-    )
+    expected = torch.cat([*store.blocks()])[index].float() * held.scale
     assert torch.equal(held[index], expected)
 
 
 def test_identities_are_those_that_every_tower_has():
-    def rows(numbers):
-        return SimpleNamespace(
-            blocks=lambda: iter(torch.tensor(numbers).split(2)),
-            read=lambda index: np.array(numbers)[index],
-        )
-
-    stores = [
-        SimpleNamespace(rows={"1.images": rows(ids)}) for ids in ([5, 6, 0, 8, 9], [5, 0, 7, 8, 9])
-    ]
-    assert shared_ids("images", stores[:1]).tolist() == [5, 6, 0, 8, 9]
-    assert shared_ids("images", stores).tolist() == [5, 0, 0, 8, 9]
-
-
-def test_rows_that_are_no_numbers_are_refused(sources, towers, tmp_path):
-    towers[1].module.transformer.embeddings.word_embeddings.weight.data.fill_(torch.nan)
-    with pytest.raises(UserError, match="makes NaN or infinite embeddings"):
-        embed_tower(towers[1], sources, tmp_path, device=CPU)
-
-
-def test_features_beyond_half_precision_are_refused_while_they_are_made(
-    sources, towers, tmp_path, monkeypatch
-):
-    stock = FrozenModel.texts
-    monkeypatch.setattr(FrozenModel, "texts", lambda self, captions: stock(self, captions) * 1e6)
-    with pytest.raises(
-        UserError, match=r"embeddings up to .*, too large for torch.float16; store them in float32"
-    ):
-        embed_tower(towers[1], sources, tmp_path, device=CPU)
-    store = embed_tower(towers[1], sources, tmp_path, AlignFlags(dtype="float32"), device=CPU)
-    assert np.isfinite(store.rows["0.texts"].array).all()
+    stores = [SimpleNamespace(ids=np.array(ids)) for ids in ([5, 6, 0, 8, 9], [5, 0, 7, 8, 9])]
+    assert shared_ids(stores[:1]).tolist() == [5, 6, 0, 8, 9]
+    assert shared_ids(stores).tolist() == [5, 0, 0, 8, 9]
 
 
 def test_captions_that_the_context_cuts_are_counted(home, sources):
@@ -266,10 +237,7 @@ def test_a_picture_that_cannot_be_read_is_left_out(home, towers, tmp_path):
     members = [("0.png", b"no picture"), ("0.txt", b"a red house"), ("1.txt", b"no picture at all")]
     write_tar(tmp_path / "bad" / "0.tar", members)
     sources = open_sources(f"a={home / 'a'}::bad={tmp_path / 'bad'}", f"held={home / 'held'}")
-    ids = [
-        np.array(embed_tower(tower, sources, tmp_path / "rows", device=CPU).rows[f"1.{kind}"].array)
-        for tower, kind in zip(towers, ("images", "texts"), strict=True)
-    ]
+    ids = [embed_tower(tower, sources, tmp_path / "rows", device=CPU).ids for tower in towers]
     pairs = make_pairs(sources, *ids, seed=0)
     assert pairs.names == ["a"] and pairs.lost == sources.opened[1].num_samples > 0
 
@@ -278,7 +246,7 @@ def test_identities_tell_pictures_apart():
     one = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8))
     other = one.copy()
     other.putpixel((30, 30), (0, 0, 0))
-    ids = [rows_module.picture_identity(picture).item() for picture in (one, one.copy(), other)]
+    ids = [rows_module.picture_identity(picture) for picture in (one, one.copy(), other)]
     assert ids[0] == ids[1] != ids[2] and 0 not in ids
 
 

@@ -35,7 +35,7 @@ from open_clip_zerovl.evaluate.probe import (
     stored_features,
     stratified_fifth,
 )
-from open_clip_zerovl.features import reading
+from open_clip_zerovl.features import embed
 from support.colours import COLOURS, MeanColour, colour_set, drawn, write_folder
 from support.tars import png, write_tar
 
@@ -52,7 +52,7 @@ class PowerCut(Exception):
 def test_stored_features_go_on_with_the_missing_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(reading, "UNIT_SAMPLES", 4)
+    monkeypatch.setattr(embed, "LONGEST_RUN", 4)
     images, read, power_fails = colour_set(10), [], True
 
     def counting(index: int) -> Image.Image:

@@ -1,156 +1,227 @@
-"""A folder of embeddings: rows of unchanged files are taken over, other embeddings refused, each array checked."""
+"""Stored features: a file a part, by its content. A copy is known, a change or damage is made again, and nothing else is."""
 
 from __future__ import annotations
 
-import json
+import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.features.store import Manifest, Store
+from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.data.content import contents_of_shards
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.data.table import CsvFormat
+from open_clip_zerovl.features.embed import Pictures, embed
+from open_clip_zerovl.features.encoder import FrozenModel
+from open_clip_zerovl.features.store import FeatureStore
+from support.pairs import picture
+from support.tars import write_tar
 
-MARKS = [
-    ["a.csv", 9, 1, "x"],
-    ["a.csv", 9, 1, "x"],
-    ["b.tar", 5, 2, "y"],
-]  # a table of two blocks of rows, a shard
+CONTENTS, COUNTS = ["aa", "bb", "cc"], [2, 0, 3]
+ROWS = torch.arange(20.0).reshape(5, 4)
+IDS = torch.tensor([7, 0, 8, 9, 7])
 
 
-def manifest(marks=MARKS, sizes=(2, 1, 3), dtype="float16", **facts) -> Manifest:
-    sources = [
-        {"name": "s", "marks": [list(mark) for mark in marks], "sizes": list(sizes), "picked": None}
-    ]
-    return Manifest({"seed": 0, **facts}, sources, {"rows": (dtype, (sum(sizes), 4))})
-
-
-def filled(folder, about) -> Store:
-    store = Store.create(folder, about)
-    store.rows["rows"][:] = torch.arange(1.0, 7).repeat(4, 1).T
-    store.finish(slice(0, 6))
-    store.flush()
+def filled(folder: Path | None, dtype=torch.float32) -> FeatureStore:
+    store = FeatureStore(folder, CONTENTS, COUNTS)
+    for number, rows in enumerate(ROWS.to(dtype).split(COUNTS)):
+        store.write(number, rows, IDS.split(COUNTS)[number])
     return store
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("stored", [True, False])
+def test_rows_come_back_as_written(tmp_path, dtype, stored):
+    store = filled(tmp_path / "features" if stored else None, dtype)
+    if stored:
+        store = FeatureStore(tmp_path / "features", CONTENTS, COUNTS)
+    assert store.missing == [] and store.ids.tolist() == IDS.tolist()
+    assert torch.equal(torch.cat([*store.blocks()]), ROWS.to(dtype))
+    for wanted in ([0], [4], [1, 2], [0, 1, 3, 3, 4]):
+        assert torch.equal(store.take(np.array(wanted)), ROWS.to(dtype)[wanted])
+    assert (store.width, store.size_bytes) == (4, 20 * dtype.itemsize)
+
+
+def test_parts_are_known_in_any_order_and_of_another_collection(tmp_path):
+    filled(tmp_path)
+    other = FeatureStore(tmp_path, ["dd", "cc", "aa", "dd"], [1, 3, 2, 1])
+    assert other.missing == [0]  # the fourth part has the content of the first
+    other.write(0, torch.ones(1, 4), torch.ones(1, dtype=torch.int64))
+    assert other.missing == [] and other.ids.tolist() == [
+        1,
+        *IDS[2:].tolist(),
+        *IDS[:2].tolist(),
+        1,
+    ]
+
+
+@pytest.mark.parametrize("place", ["header", "rows", "identities", "digest", "end"])
+def test_a_flipped_bit_is_never_read_as_features(tmp_path, place, caplog):
+    """A changed byte gave a score of 1.4e35; zeroed and negated rows gave another accuracy without a word."""
+    filled(tmp_path)
+    file = tmp_path / "cc.safetensors"
+    content = bytearray(file.read_bytes())
+    names = {"header": 9, "digest": content.index(b"digest") + 12, "end": len(content) - 1}
+    rows = content.index(ROWS[2:].numpy().tobytes())
+    places = {**names, "rows": rows + 5, "identities": content.index(IDS[2:].numpy().tobytes())}
+    content[places[place]] ^= 0x04
+    file.write_bytes(content)
+    damaged = FeatureStore(tmp_path, CONTENTS, COUNTS)
+    assert damaged.missing == [2] and "is damaged" in caplog.text
+    damaged.write(2, ROWS[2:], IDS[2:])
+    assert torch.equal(torch.cat([*damaged.blocks()]), ROWS)
+    assert FeatureStore(tmp_path, CONTENTS, COUNTS).missing == []
+
+
+@pytest.mark.parametrize("kept", [0, 7, 100, -1])
+def test_a_file_that_is_cut_short_is_to_do(tmp_path, kept):
+    filled(tmp_path)
+    file = tmp_path / "aa.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert FeatureStore(tmp_path, CONTENTS, COUNTS).missing == [0]
+    assert FeatureStore(tmp_path, CONTENTS, [5, 0, 3]).missing == [0]  # other rows than expected
+
+
+def test_many_files_are_mapped_without_a_descriptor_each(tmp_path):
+    contents = [f"{number:032x}" for number in range(40)]
+    store = FeatureStore(tmp_path, contents, [1] * 40)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(40):
+        store.write(number, torch.full((1, 2), float(number)), torch.ones(1, dtype=torch.int64))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert store.take(np.arange(40))[:, 0].tolist() == [*range(40)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is made
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Listed:
+    """Parts of numbers, with the parts that were read."""
+
+    def __init__(self, contents: list[str], counts: list[int]) -> None:
+        self.contents, self.counts, self.were_read = contents, counts, []
+
+    def read(self, part):
+        self.were_read.append(part)
+        yield from ((row, torch.full((1,), 10.0 * part + row)) for row in range(self.counts[part]))
+
+
+def model(**more) -> FrozenModel:
+    given = {"picture_transform": lambda thing: thing, "image_tower": lambda x: x * 2}
+    return FrozenModel("m", unit_length=False, **given | more)
+
+
+def test_a_stopped_call_goes_on_with_the_parts_that_it_left(tmp_path):
+    contents, counts = ["a", "b", "c", "d"], [3, 1, 0, 4]
+    done = []
+
+    def stops(x):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(len(x))
+        return x * 2
+
+    with pytest.raises(KeyboardInterrupt):
+        embed(FeatureStore(tmp_path, contents, counts), model(image_tower=stops),
+              Listed(contents, counts), width=1, batch_size=2)  # fmt: skip
+    store, listed = FeatureStore(tmp_path, contents, counts), Listed(contents, counts)
+    assert store.missing == [1, 2, 3]
+    assert embed(store, model(), listed, width=1, batch_size=2) == sum(counts[1:])
+    assert listed.were_read == [1, 2, 3]
+    assert torch.cat([*store.blocks()])[:, 0].tolist() == [0, 2, 4, 20, 60, 62, 64, 66]
+    assert embed(store, model(), listed, width=1, batch_size=2) == 0
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_processes_share_the_parts(tmp_path, order):
+    """Also where one begins after the other has ended, and lists fewer missing parts."""
+    contents, counts = [*"abcde"], [1] * 5
+    for number in order:
+        store = FeatureStore(tmp_path, contents, counts)
+        embed(store, model(), Listed(contents, counts), width=1, batch_size=2, share=(number, 2))
+    assert FeatureStore(tmp_path, contents, counts).missing == []
+
+
 @pytest.mark.parametrize(
-    ("marks", "sizes", "expected"),
+    ("tower", "sentence"),
     [
-        ([MARKS[2], *MARKS[:2]], (3, 2, 1), [4, 5, 6, 1, 2, 3]),  # another order
-        (
-            [MARKS[0], MARKS[1], ["b.tar", 5, 3, "y"]],
-            (2, 1, 3),
-            [1, 2, 3, 0, 0, 0],
-        ),  # written again
-        ([MARKS[0], MARKS[1]], (1, 2), [0, 0, 0]),  # other blocks
-        ([["n.tar", 5, 2, "y"], MARKS[2]], (1, 3), [0, 4, 5, 6]),  # a file more, one less
+        (lambda x: x * torch.nan, "makes NaN or infinite features"),
+        (lambda x: x + 1e6, "makes features up to .*, too large for torch.float16; store them in"),
     ],
 )
-def test_a_cache_keeps_the_rows_of_unchanged_files(tmp_path, marks, sizes, expected):
-    filled(tmp_path, manifest())
-    found = Store.create(tmp_path, manifest(marks, sizes), cache=True)
-    assert found.rows["rows"][:][:, 0].tolist() == expected and found.done.tolist() == [
-        value > 0 for value in expected
-    ]
-    assert (
-        Store.create(tmp_path, manifest(marks, sizes), cache=True).done.tolist()
-        == found.done.tolist()
+def test_features_that_are_no_numbers_are_refused(tmp_path, tower, sentence):
+    store = FeatureStore(tmp_path, ["a"], [2])
+    with pytest.raises(UserError, match=sentence):
+        embed(store, model(image_tower=tower), Listed(["a"], [2]),
+              width=1, dtype=torch.float16, batch_size=2)  # fmt: skip
+    assert store.missing == [0] and not [*tmp_path.iterdir()]
+
+
+def test_a_new_picture_changes_one_run():
+    pictures = [digest_of(number) for number in range(3000)]
+    known = {*Pictures(pictures, lambda _: None).contents}
+    assert 8 <= len(known) <= 16  # of 256 in the mean
+    for place in (0, 1500, 3000):
+        changed = Pictures([*pictures[:place], digest_of("new"), *pictures[place:]], lambda _: None)
+        assert sum(changed.counts) == 3001 and len({*changed.contents} - known) <= 2
+    assert max(Pictures(["0" * 7 + "1"] * 3000, lambda _: None).counts) == 1024
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The content of shards
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def table(folder: Path, rows: int = 6) -> str:
+    lines = ["filepath,title,long"]
+    for number in range(rows):
+        (folder / f"{number}.png").write_bytes(picture(number))
+        lines.append(f"{number}.png,caption {number},a longer caption {number}")
+    (folder / "t.csv").write_text("\n".join(lines) + "\n")
+    return f"x={folder / 't.csv'}"
+
+
+def shards(folder: Path) -> str:
+    for shard in range(2):
+        write_tar(folder / f"{shard}.tar", [("a.png", picture(shard)), ("a.txt", b"a caption")])
+    return f"x={folder}"
+
+
+@pytest.mark.parametrize(("form", "file"), [(table, "3.png"), (table, "t.csv"), (shards, "1.tar")])
+def test_a_copy_or_a_touch_changes_no_content_and_a_changed_byte_does(tmp_path, form, file):
+    (tmp_path / "data").mkdir()
+
+    def contents(folder: Path) -> list[str]:
+        return contents_of_shards(parse_sources(data.replace("/data", f"/{folder.name}"))[0])
+
+    data = form(tmp_path / "data")
+    before = contents(tmp_path / "data")
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    os.utime(tmp_path / "data" / file, ns=(5, 5))
+    assert contents(tmp_path / "data") == contents(tmp_path / "copy") == before
+    place = tmp_path / "data" / file
+    status, content = place.stat(), place.read_bytes()
+    if file.endswith(".png"):
+        place.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        place.write_bytes(content.replace(b"caption", b"Caption", 1))
+    os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = contents(tmp_path / "data")
+    assert after != before and len(after) == len(before)
+    if form is shards:
+        assert after[0] == before[0]
+
+
+def test_rows_of_another_caption_column_are_others(tmp_path):
+    data = table(tmp_path)
+    titles, longs = (
+        parse_sources(data, table_format=CsvFormat(image_key="filepath", caption_key=key))[0]
+        for key in ("title", "long")
     )
-
-
-def test_a_cache_that_is_not_finished_keeps_what_it_has(tmp_path):
-    store = Store.create(tmp_path, manifest())
-    store.rows["rows"][3:] = torch.ones(3, 4)
-    store.finish(slice(3, 6))  # the shard
-    store.flush()
-    moved = Store.create(tmp_path, manifest([MARKS[2], *MARKS[:2]], (3, 2, 1)), cache=True)
-    assert moved.done.tolist() == 3 * [True] + 3 * [False]
-
-
-@pytest.mark.parametrize("other", [{"seed": 1}, {"dtype": "float32"}])
-def test_other_facts_or_numbers_make_a_cache_anew_and_are_refused_elsewhere(tmp_path, other):
-    filled(tmp_path, manifest())
-    with pytest.raises(
-        UserError, match="was begun with (seed 0, and this call has seed 1|rows float16)"
-    ):
-        Store.create(tmp_path, manifest(**other))
-    assert not Store.create(tmp_path, manifest(**other), cache=True).done.any()
-
-
-def test_a_copy_of_the_data_is_the_same_for_a_store_and_not_for_a_cache(tmp_path):
-    copied = manifest([[*mark[:2], 77, mark[3]] for mark in MARKS])
-    filled(tmp_path, manifest())
-    assert Store.create(tmp_path, copied).done.all()
-    assert not Store.create(tmp_path, copied, cache=True).done.any()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_rows_come_back_as_written(tmp_path, dtype):
-    rows = filled(tmp_path, manifest(dtype=dtype)).rows["rows"]
-    assert rows[[5, 0]].tolist() == [[6.0] * 4, [1.0] * 4] and rows[0].dtype == getattr(
-        torch, dtype
-    )
-    assert torch.equal(torch.cat(list(rows.blocks())), rows[:])
-
-
-@pytest.mark.parametrize("mode", ["r", "r+"])
-def test_a_file_that_is_cut_short_of_another_shape_or_gone_gets_a_sentence(tmp_path, mode):
-    filled(tmp_path, about := manifest())
-    file = tmp_path / "rows.npy"
-    file.write_bytes(content := file.read_bytes()[:-6])
-    with pytest.raises(UserError, match=r"rows\.npy is gone, cut short or damaged"):
-        Store(tmp_path, about, mode=mode)
-    assert file.read_bytes() == content  # numpy makes a file longer that it may write to
-    np.save(file, np.zeros((6, 5), np.float16))
-    with pytest.raises(UserError, match=r"float16 of shape \(6, 5\) in place of float16 of"):
-        Store(tmp_path, about, mode=mode)
-    file.unlink()
-    with pytest.raises(UserError, match=r"rows\.npy is gone"):
-        Store(tmp_path, about, mode=mode)
-
-
-def test_a_changed_manifest_gets_a_sentence(tmp_path):
-    filled(tmp_path, manifest())
-    file = tmp_path / "embeddings.json"
-    content = json.loads(file.read_text())
-    content["sources"][0]["sizes"][0] += 1
-    file.write_text(json.dumps(content))
-    with pytest.raises(
-        UserError, match=r"embeddings\.json cannot be read .*make the embeddings anew"
-    ):
-        Store.open(tmp_path, remedy="zerovl align")
-    assert not Store.create(tmp_path, manifest(), cache=True).done.any()  # a cache is made anew
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("damage", ["a byte", "zeros", "negated"])
-def test_damaged_rows_are_made_anew_by_a_cache_and_refused_elsewhere(tmp_path, dtype, damage):
-    """A changed byte gave a score of 1.4e35; zeroed and negated rows gave another accuracy without a word."""
-    filled(tmp_path, about := manifest(dtype=dtype))
-    with open(tmp_path / "rows.npy", "r+b") as file:
-        width = torch.empty(0, dtype=getattr(torch, dtype)).element_size() * 4
-        file.seek(-2 * width, 2)
-        row = bytearray(file.read(width))
-        for place in range(width):
-            if damage == "zeros":
-                row[place] = 0
-            elif damage == "negated" and place % (width // 4) == width // 4 - 1:
-                row[place] ^= 0x80
-        row[1] ^= 0x04 if damage == "a byte" else 0
-        file.seek(-2 * width, 2)
-        file.write(row)
-    opened = Store(tmp_path, about)
-    assert opened.rows["rows"][[0, 5]].tolist() == [[1.0] * 4, [6.0] * 4]  # negative control
-    for read in (
-        lambda: opened.rows["rows"][4],
-        lambda: list(opened.rows["rows"].blocks()),
-        lambda: Store.open(tmp_path, remedy="make"),
-    ):
-        with pytest.raises(UserError, match=r"rows\.npy holds rows that were damaged"):
-            read()
-    found = Store.create(tmp_path, about, cache=True)
-    assert found.done.tolist() == [True] * 4 + [False, True]
-    found.rows["rows"][4:5] = torch.full((1, 4), 5.0)
-    found.finish(slice(4, 5))
-    found.flush()
-    assert Store.open(tmp_path, remedy="make").rows["rows"][4].tolist() == [5.0] * 4
+    assert contents_of_shards(titles) != contents_of_shards(longs)

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.indexed import IndexedSample, IndexedSet
 
 COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
@@ -24,6 +25,9 @@ class Drawn(IndexedSet):
 
     def image(self, index: int) -> Image.Image:
         return self.read(index)
+
+    def contents(self) -> list[str]:
+        return [digest_of(self.path, number) for number in range(len(self))]
 
 
 def drawn(path: str, labels: list[str], read: Callable[[int], Image.Image]) -> Drawn:

@@ -58,7 +58,7 @@ from open_clip_zerovl.evaluate.resampling import Measure, interval, mean_over, r
 from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, gallery_of
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
 from open_clip_zerovl.features.sources import SourceSamples, cut_captions
-from open_clip_zerovl.features.store import Rows, Store
+from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.report.bounds import RECALL_KS
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import (
@@ -237,7 +237,7 @@ class Alignment:
         for_transformers = {image.kind == "vision" for image in self.images}
         if model.exists() and is_transformers_folder(model) not in for_transformers:
             raise UserError(f"{model} is for another library; give another --out")
-        self.stores: dict[int, Store] = {}
+        self.stores: dict[int, FeatureStore] = {}
         self.seen: Identities | None = None  # pictures on which the encoders were trained
 
     def run(self) -> list[Pairing]:
@@ -319,7 +319,7 @@ class Alignment:
 
     def _embed(self, tower: Tower) -> None:
         request, folder = self.request, self.request.rows or self.request.out / "rows"
-        store = embed_tower(
+        self.stores[id(tower)] = embed_tower(
             tower,
             self.sources,
             folder,
@@ -328,18 +328,12 @@ class Alignment:
             say=lambda line: self.say(f"rows   {line}"),
         )
         tower.module.cpu()
-        lacking = int((~store.done).sum())
-        if request.part == (0, 1) and lacking:
-            raise UserError(
-                f"{store.folder} lacks {lacking:,} samples that could not be read; mend the data, call again"
-            )
-        self.stores[id(tower)] = store
 
     def _tasks(self) -> Callable[[Tower, Tower], Task]:
         """The pairs, as a task of any two towers."""
         request, stores = self.request, self.stores
-        picture_ids = shared_ids("images", [stores[id(tower)] for tower in self.images])
-        caption_ids = shared_ids("texts", [stores[id(tower)] for tower in self.texts])
+        picture_ids = shared_ids([stores[id(tower)] for tower in self.images])
+        caption_ids = shared_ids([stores[id(tower)] for tower in self.texts])
         encoders = [tower.name for tower in (*self.images, *self.texts)]
         self.seen = trained_on(encoders)
         pairs = make_pairs(
@@ -358,18 +352,17 @@ class Alignment:
         each = None if room is None else room // (4 * len(stores))
 
         @cache
-        def features(rows: Rows, scale: float) -> Features:
-            on_device = Features(rows, scale, self.device, each)
+        def features(store: FeatureStore, scale: float) -> Features:
+            on_device = Features(store, scale, self.device, each)
             if on_device.mapped:
                 self.say(
-                    f"       {rows.path} does not fit in memory: each step reads its rows from the disk"
+                    f"       {store.folder} does not fit in memory: each step reads its rows from the disk"
                 )
             return on_device
 
         def task(image: Tower, text: Tower) -> Task:
-            seen, words = stores[id(image)], stores[id(text)]
-            pictures, texts = seen.rows["0.images"], words.rows["0.texts"]
-            of: list[Any] = [seen.digest, words.digest]
+            pictures, texts = stores[id(image)], stores[id(text)]
+            of: list[Any] = [pictures.digest, texts.digest]
             of += [self.sources.training, digest_of(held_out)]
             of += [len(pairs.images), len(pairs.texts)]  # a tower of the same call may lack samples
             return Task(
@@ -521,10 +514,10 @@ class Alignment:
         if any(local_path(shard) is None for source in sources.opened for shard in source.shards):
             return None
         words, pictures = (
-            SourceSamples(sources.opened, images=False),
-            SourceSamples(sources.opened, captions=False),
+            SourceSamples(sources.opened, "text"),
+            SourceSamples(sources.opened, "image"),
         )
-        texts = cache(lambda sample: dict(words.sample(sample).captions))
+        texts = cache(lambda sample: dict(words.sample(sample)))
         captions_of: list[list[str]] = [[] for _ in held.images]
         owners = np.searchsorted(sources.starts, held.texts, side="right") - 1
         for owner, row, image in zip(
@@ -534,7 +527,7 @@ class Alignment:
         shown = GallerySet.scored(
             f"{best.name}, held out",
             captions_of,
-            lambda image: pictures.sample(int(held.images[image])).pictures[0],
+            lambda image: pictures.sample(int(held.images[image]))[0][1],
             held_out_embeddings(best.outcome.heads, best.task),
         )
         # The page's facts have the sentence on the best possible RSUM.

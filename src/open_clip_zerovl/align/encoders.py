@@ -30,13 +30,13 @@ from open_clip_zerovl.checkpoints.spec import ModelSpec
 from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of
 from open_clip_zerovl.checkpoints.transformers_towers import PooledVision
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.features.digest import module_digest
 from open_clip_zerovl.features.encoder import (
     FrozenModel,
     split_transform,
     text_tower_before_projection,
     tower_before_projection,
 )
-from open_clip_zerovl.features.fingerprint import module_digest
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
 from open_clip_zerovl.models.hub import hub_or_cache
 from open_clip_zerovl.models.local_dir import no_code_from_data

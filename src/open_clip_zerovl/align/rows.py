@@ -1,7 +1,7 @@
-"""The features of sources by frozen towers, embedded once, and the pairs that they make.
+"""The features of sources by frozen towers, made once, and the pairs that they make.
 
-    ROWS/image-NAME-HASH/    0.images (n, F) --dtype    1.images (n,) identity of each picture
-    ROWS/text-NAME-HASH/     0.texts (T, F) --dtype     1.texts (T,) identity of each caption
+    ROWS/image-NAME-DIGEST/     a file for each shard (`features.store`): rows (n, F), identity of each picture
+    ROWS/text-NAME-DIGEST/      rows (T, F), identity of each caption
 
 `n` samples and `T` captions of all sources, `F` width of a tower. An identity is a hash of a picture's pixels
 (`data.held_out`), of a caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or
@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,17 +31,9 @@ from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.held_out import Identities, draw_held_out, identity_of
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.features.embed import (
-    embed,
-    estimated_seconds,
-    missing_units,
-    require_room,
-    size_words,
-)
-from open_clip_zerovl.features.encoder import FrozenModel
-from open_clip_zerovl.features.fingerprint import describe_source
+from open_clip_zerovl.features.embed import embed, estimated_seconds
 from open_clip_zerovl.features.sources import SourceSamples
-from open_clip_zerovl.features.store import WEIGHTS, ArraySpec, Manifest, Rows, Store
+from open_clip_zerovl.features.store import FeatureStore
 
 CAPTIONS = "one-per-epoch"
 
@@ -52,26 +43,14 @@ CAPTIONS = "one-per-epoch"
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class _Identities(FrozenModel):
-    """Identities in the place of a model's embeddings."""
-
-    def images(self, pixels: Tensor) -> Tensor:
-        """(b, 1) int64 of `picture_identity` -> (b,)."""
-        return pixels.flatten()
-
-    def texts(self, captions: list[str]) -> Tensor:
-        """b captions -> (b,) int64."""
-        return torch.tensor([caption_identity(caption) for caption in captions])
-
-
 def caption_identity(caption: str) -> int:
     """A hash of 64 bits that is not 0."""
     return number_of(digest_of(caption))
 
 
-def picture_identity(picture: Image.Image) -> Tensor:
-    """A picture's identity as (1,) int64."""
-    return torch.tensor([identity_of(picture.convert("RGB"))])
+def picture_identity(picture: Image.Image) -> int:
+    """A hash of a picture's pixels."""
+    return identity_of(picture.convert("RGB"))
 
 
 @dataclass(frozen=True)
@@ -89,7 +68,7 @@ class Sources:
     @cached_property
     def starts(self) -> np.ndarray:
         """(n + 1,) number of each sample's first caption."""
-        return SourceSamples(self.opened, strict=False).caption_starts
+        return SourceSamples(self.opened, "text", strict=False).caption_starts
 
     @property
     def begins(self) -> np.ndarray:
@@ -138,8 +117,8 @@ def embed_tower(
     *,
     device: torch.device,
     say: Callable[[str], None] = lambda line: None,
-) -> Store:
-    """Embed the sources by a tower, or go on where an earlier call stopped; finished rows are only opened.
+) -> FeatureStore:
+    """Make the features of sources by a tower that are not stored yet.
 
     Args:
         folder: ROWS.
@@ -147,56 +126,44 @@ def embed_tower(
         say: is called with the line about size and time.
 
     Raises:
-        UserError: too little room, a tower that makes no numbers of a sample, data that cannot be read at all.
+        UserError: a tower that makes no numbers of a sample, data that cannot be read at all, features that cannot be written.
     """
     flags = flags or AlignFlags()
-    batch_size, part = flags.encode_batch, flags.part
+    batch_size, dtype = flags.encode_batch, getattr(torch, flags.dtype)
     frozen = tower.frozen(device)
-    image = tower.side == "image"
-    count, captions = int(sources.begins[-1]), int(sources.starts[-1])
-    rows, kind = (count, "images") if image else (captions, "texts")
-    arrays: dict[str, ArraySpec] = {
-        f"0.{kind}": (flags.dtype, (rows, tower.width)),
-        f"1.{kind}": ("int64", (rows,)),
-    }
-    described = [describe_source(source) for source in sources.opened]
-    if not image:
-        samples_at = np.cumsum([0, *(size for source in sources.opened for size in source.sizes)])
-        per_file = iter(np.diff(sources.starts[samples_at]).tolist())
-        for source, entry in zip(sources.opened, described, strict=True):
-            entry["captions"] = [next(per_file) for _ in source.sizes]
-    fingerprints = list(frozen.fingerprints.values())
-    facts: dict[str, Any] = {"use": "align", "model": [tower.name], WEIGHTS: fingerprints}
-    if image:
-        facts["identities"] = "pixels"  # of thumbnails in an earlier release
-    manifest = Manifest(facts, described, arrays)
+    samples = SourceSamples(sources.opened, tower.side, strict=False)
     name = re.sub(r"[^A-Za-z0-9]+", "-", tower.name)[-40:].strip("-")
-    place = folder / f"{tower.side}-{name}-{flags.dtype}-{fingerprints[0][:8]}"
-    if not place.exists():
-        require_room(folder, manifest)
-    store = Store.create(place, manifest, cache=True, by_sample=image)
-    samples = SourceSamples(sources.opened, images=image, captions=not image, strict=False)
-    units = missing_units(store, samples.sizes, part)
-    left = sum(samples.sizes[file] for unit in units for file in unit)
-    if left:
-        seconds = estimated_seconds(frozen, samples, units, batch_size)
-        size = size_words(manifest.bytes)
-        say(
-            f"{tower.name}: {left:,} of {count:,} samples to encode, about {duration(seconds)}, {size} in {place}"
-        )
-        ids = _Identities("identities", picture_transform=picture_identity if image else None)
-        embed(
-            store,
-            [frozen, ids],
-            samples,
-            batch_size=batch_size,
-            workers=flags.workers,
-            part=part,
-            desc=tower.side,
-        )
-    else:
-        say(f"{tower.name}: its features of {count:,} samples are in {place}")
+    digest = frozen.fingerprints[tower.side][:16]
+    place = folder / f"{tower.side}-{name}-{flags.dtype}-{digest}"
+    store = FeatureStore(place, samples.contents, samples.counts)
+    total = f"{store.begins[-1]:,} {'pictures' if tower.side == 'image' else 'captions'}"
+    if not (missing := store.missing):
+        say(f"{tower.name}: the features of its {total} are in {place}")
+        return store
+    left = sum(samples.counts[part] for part in missing)
+    seconds = estimated_seconds(frozen, samples, missing, batch_size)
+    size = size_words(left * tower.width * dtype.itemsize)
+    say(
+        f"{tower.name}: {left:,} of {total} to encode, about {duration(seconds)}, {size} in {place}"
+    )
+    embed(
+        store,
+        frozen,
+        samples,
+        width=tower.width,
+        dtype=dtype,
+        identify=picture_identity if tower.side == "image" else caption_identity,
+        batch_size=batch_size,
+        workers=flags.workers,
+        share=flags.part,
+        desc=tower.side,
+    )
     return store
+
+
+def size_words(count: int) -> str:
+    """Bytes in words: "3.5 GiB"."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -320,47 +287,44 @@ def make_pairs(
     )
 
 
-def unit_scale(rows: Rows, wanted: np.ndarray) -> float:
+def unit_scale(store: FeatureStore, wanted: np.ndarray) -> float:
     """1 / the root of the mean square of some wanted rows' entries.
 
     Features of any size thus train with one learning rate; the exported head takes the factor into its first layer.
     """
-    some = rows[np.sort(wanted[:: max(1, len(wanted) // 8192)])].float()
+    some = store.take(np.sort(wanted[:: max(1, len(wanted) // 8192)])).float()
     return 1.0 / max(float(some.square().mean().sqrt()), 1e-12)
 
 
-def shared_ids(kind: str, stores: Sequence[Store]) -> np.ndarray:
-    """Identity of each sample's picture ("images") or each caption ("texts"), 0 where a tower has not seen it."""
-    ids = stores[0].rows[f"1.{kind}"].read(slice(None))
-    for store in stores[1:]:
-        seen = torch.cat([block != 0 for block in store.rows[f"1.{kind}"].blocks()])
-        ids[~seen.numpy()] = 0
-    return ids
+def shared_ids(stores: Sequence[FeatureStore]) -> np.ndarray:
+    """Identity of each picture, or each caption, 0 where a tower has not seen it."""
+    seen = np.logical_and.reduce([store.ids != 0 for store in stores])
+    return np.where(seen, stores[0].ids, 0)
 
 
 class Features:
-    """The rows of a store on a device where they fit, else mapped; `features[index]` are float32 on the device.
+    """Stored features on a device where they fit, else mapped; `features[index]` are float32 on the device.
 
     Args:
-        rows: (n, F).
         scale: by which all rows are multiplied.
 
     Attributes:
         mapped: whether they are too many for the memory.
     """
 
-    def __init__(self, rows: Rows, scale: float, device: torch.device, room: int | None) -> None:
-        self._rows, self.scale, self._device = rows, scale, device
-        self.width = rows.array.shape[1]
-        self.mapped = room is not None and rows.array.nbytes >= room
-        self._held = None if self.mapped else torch.cat(list(rows.blocks())).to(device)
+    def __init__(
+        self, store: FeatureStore, scale: float, device: torch.device, room: int | None
+    ) -> None:
+        self._store, self.scale, self._device = store, scale, device
+        self.width = store.width
+        self.mapped = room is not None and store.size_bytes >= room
+        self._held = None if self.mapped else torch.cat(list(store.blocks())).to(device)
 
     def __getitem__(self, index: Tensor) -> Tensor:
         """The rows of an index (b,) on the device: (b, F)."""
         if self._held is not None:
             return self._held.index_select(0, index).float().mul_(self.scale)
-        wanted, back = np.unique(
-            index.cpu().numpy(), return_inverse=True
-        )  # the map is read in one direction
-        rows = self._rows[wanted].to(self._device)[torch.from_numpy(back).to(self._device)]
+        # Each file is read in one direction.
+        wanted, back = np.unique(index.cpu().numpy(), return_inverse=True)
+        rows = self._store.take(wanted).to(self._device)[torch.from_numpy(back).to(self._device)]
         return rows.float().mul_(self.scale)

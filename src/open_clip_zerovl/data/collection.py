@@ -1,7 +1,7 @@
 """The pictures that are searched: a folder of them with all below it, shards, or the pictures of a table.
 
-A collection is a list of files with their sizes and times of change, by which a cache finds new ones. The files are the
-pictures of a folder or a table, or the tars of shards. A file holds pictures by key: a picture alone one, a tar one per sample.
+The files of a collection are the pictures of a folder or a table, or the tars of shards. A picture is a file of its own,
+or a sample of a tar.
 
     /photos            a/1.jpg b/2.png             Picture("a/1.jpg"), Picture("b/2.png")
     /data/sbu          00000.tar: 000.jpg, 001.jpg Picture("00000.tar/000"), Picture("00000.tar/001")
@@ -9,11 +9,13 @@ pictures of a folder or a table, or the tars of shards. A file holds pictures by
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.components import kind_of, packed_folders
@@ -28,12 +30,10 @@ from open_clip_zerovl.shards.pictures import PICTURE_WORDS, picture_files
 
 @dataclass(frozen=True)
 class File:
-    """A file with pictures: its full path, the name that is shown, its size in bytes and time of change in ns."""
+    """A file with pictures: its full path, and the name that is shown."""
 
     path: str
     shown: str
-    size: int
-    changed_ns: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,19 @@ class Collection:
     files: tuple[File, ...]
     shards: tuple[tuple[Source, int], ...] | None = None
     lost: int = 0
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Pictures of each file."""
+        if self.shards is None:
+            return [1] * len(self.files)
+        return [source.sizes[shard] for source, shard in self.shards]
+
+    def place(self, picture: int) -> tuple[int, int]:
+        """Return the file's number and the picture's number in it, from that among all pictures."""
+        ends = np.cumsum(self.sizes)
+        file = int(np.searchsorted(ends, picture, side="right"))
+        return file, picture - int(ends[file]) + self.sizes[file]
 
     def pictures(self, number: int) -> Iterator[tuple[str, bytes | None]]:
         """The pictures of file `number`: key ("" if the file is one) and encoded bytes, None for one that is not there.
@@ -103,10 +116,8 @@ def open_collection(data: str) -> Collection:
     files: list[File] = []
     for source, number in shards:
         path = source.shards[number]
-        files.append(_file(path, f"{source.name}/{Path(path).name}"))
-    for path, shown in names.items():
-        with contextlib.suppress(OSError, ValueError):  # a dangling link
-            files.append(_file(path, shown))
+        files.append(File(path, f"{source.name}/{Path(path).name}"))
+    files += [File(path, shown) for path, shown in names.items() if os.path.exists(path)]
     if not files:
         raise UserError(f"{data} holds no pictures ({PICTURE_WORDS})")
     return Collection(
@@ -125,8 +136,3 @@ def _every_split(data: str) -> str:
         if split.is_dir()
     ]
     return "::".join(parts)
-
-
-def _file(path: str, shown: str) -> File:
-    seen = os.stat(path)
-    return File(path, shown, seen.st_size, seen.st_mtime_ns)

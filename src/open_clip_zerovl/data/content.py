@@ -8,13 +8,14 @@ A remote shard counts by its address.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from open_clip_zerovl.core.identity import digest_of, file_digests
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.table import CsvTable
-from open_clip_zerovl.shards.urls import local_path
+from open_clip_zerovl.shards.urls import shard_digests
 
 
 def content_of_sources(train_data: str) -> str:
@@ -29,25 +30,38 @@ def content_of_sources(train_data: str) -> str:
 
 def content_of_source(source: Source) -> str:
     """Digest what a source holds."""
-    shards = list(dict.fromkeys(source.shards))
     words = [
         file
         for name in (CLASS_NAMES, TEMPLATES)
         if source.class_folder and (file := file_of_words(source.class_folder, name))
     ]
-    digests = file_digests([*(path for shard in shards if (path := local_path(shard))), *words])
-    parts: list[Any] = [
-        [digests.get(local_path(shard) or "", shard) for shard in shards],
-        [digests[str(file)] for file in words],
-        list(source.sizes),
-    ]
-    if source.picked is not None:
-        parts.append(source.picked)
+    digests = file_digests(words)
+    return digest_of(contents_of_shards(source), [digests[str(file)] for file in words])
+
+
+def contents_of_shards(source: Source) -> list[str]:
+    """Digest the samples of each shard of a source."""
+    digests = shard_digests(source.shards)
+    more: list[Any] = []
+    pictures: list[str | None] = []
     if source.columns is not None:
-        parts.append([source.columns.picture, *source.columns.captions])
+        more = [source.columns.picture, *source.columns.captions]
     if source.table is not None:
-        parts += [source.table.members, _pictures(source.table)]
-    return digest_of(*parts)
+        table = source.table
+        numbers = (table.image_column, *table.caption_columns)
+        more = [*(table.columns[number] for number in numbers), digest_of(table.members)]
+        pictures = _pictures(table)
+    contents = []
+    blocks: Counter[str] = Counter()  # a table stands once for each block of its rows
+    for shard, begin, size in zip(
+        source.shards, source.starts.tolist(), source.sizes, strict=False
+    ):
+        blocks[shard] += 1
+        samples = slice(begin, begin + size)
+        picked = None if source.picked is None else source.picked[samples].tolist()
+        content = [digests[shard], blocks[shard], size, picked, more, pictures[samples]]
+        contents.append(digest_of(content))
+    return contents
 
 
 def _pictures(table: CsvTable) -> list[str | None]:

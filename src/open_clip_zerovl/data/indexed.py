@@ -21,7 +21,7 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import regular_file
-from open_clip_zerovl.core.identity import digest_of, file_digests, stamp_of
+from open_clip_zerovl.core.identity import digest_of, file_digests
 from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.workers import ItemSet, read_batches
@@ -123,19 +123,18 @@ class IndexedSet:
         shared = {file for file in tars if os.path.realpath(file) in files}
         return sum(sample.file in shared for sample in self.samples)
 
-    def stamps(self) -> list[Any]:
-        """Name, size and time of each file, by which a later call knows an unchanged set."""
-        return [[file, stamp_of(file)] for file in self.files]
+    def contents(self) -> list[str]:
+        """Digest each picture, by its file and its place there."""
+        digests = file_digests(self.files)
+        return [
+            digest_of(digests[os.fspath(sample.file)], sample.offset_bytes)
+            for sample in self.samples
+        ]
 
     def content(self) -> str:
-        """Digest samples and the bytes of their files, so that a copy is the same set."""
-        number = {file: position for position, file in enumerate(self.files)}
-        samples = [
-            [number[os.fspath(at.file)], at.offset_bytes, at.captions, at.label, at.source]
-            for at in self.samples
-        ]
-        digests = file_digests(self.files)
-        return digest_of(samples, dict(self.names), [digests[file] for file in self.files])
+        """Digest pictures, captions and classes, so that a copy is the same set."""
+        samples = [[sample.captions, sample.label, sample.source] for sample in self.samples]
+        return digest_of(self.contents(), samples, dict(self.names))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     mine=/out/data/mine.selection.json
 
-    {"data": "mine=/d/mine/train", "source": "mine", "marks": [["00000.tar", 10240, ...]], "left_out": [3, 17]}
+    {"data": "mine=/d/mine/train", "source": "mine", "contents": ["1f3a..."], "left_out": [3, 17]}
 
 `left_out` counts the samples of the source from 0, shard after shard; of a table its rows.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, write_atomically
-from open_clip_zerovl.shards.marks import Mark, file_marks, is_same
+from open_clip_zerovl.shards.urls import shard_digests
 
 SELECTION = ".selection.json"  # ending of such a file's name
 
@@ -28,34 +28,27 @@ class Selection:
     Attributes:
         data: the component of `--train-data`.
         source: one of its sources.
-        marks: `file_mark` of each of its shards.
+        contents: digest of each of its shards.
         left_out: numbers of samples, or rows, ascending.
     """
 
     data: str
     source: str
-    marks: list[Mark]
+    contents: list[str]
     left_out: list[int]
 
     def check(self, shards: Sequence[str]) -> None:
         """UserError if the shards are not those of which the numbers are."""
-        current_marks = marks_of(shards)
-        if len(current_marks) != len(self.marks) or not all(
-            map(is_same, self.marks, current_marks)
-        ):
+        if contents_of(shards) != self.contents:
             raise UserError(
                 f"the data of {self.data} has changed since samples of it were held out; call `zerovl finetune` again, which "
                 "makes the list anew"
             )
 
 
-def marks_of(shards: Sequence[str]) -> list[Mark]:
-    """The mark of each shard; of a remote one its name twice, since it has no size here."""
-    marks_by_shard = file_marks(shards, None, "checking shards")
-    return [
-        marks_by_shard[shard] if len(marks_by_shard[shard]) > 1 else [shard, shard]
-        for shard in dict.fromkeys(shards)
-    ]
+def contents_of(shards: Sequence[str]) -> list[str]:
+    """Digest each shard."""
+    return [*shard_digests(dict.fromkeys(shards)).values()]
 
 
 def save_selection(selection: Selection, path: Path) -> str:

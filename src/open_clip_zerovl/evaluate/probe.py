@@ -36,14 +36,14 @@ from open_clip_zerovl.evaluate.accuracy import (
     in_percent,
     most_confused,
 )
-from open_clip_zerovl.evaluate.embedded import picture_features
+from open_clip_zerovl.features.digest import module_digest
+from open_clip_zerovl.features.embed import picture_features
 from open_clip_zerovl.features.encoder import (
     FrozenModel,
     autocast,
     split_transform,
     tower_before_projection,
 )
-from open_clip_zerovl.features.fingerprint import module_digest
 
 Transform = Callable[[Any], Tensor]
 C_GRID = tuple(10.0**k for k in range(-5, 3))

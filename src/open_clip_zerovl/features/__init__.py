@@ -1,7 +1,6 @@
-"""Embeddings of a collection by frozen encoders, stored once: search, probes, teachers and frozen towers read them.
+"""Features of pictures and captions by frozen models, made once: align, search, zero-shot and probes read them.
 
-    collection (reading, sources) --pictures, captions--> encoders (encoder) --rows--> a folder of mapped arrays (store)
+    collection --pictures or captions--> model (encoder) --rows--> one file a shard (store)
 
-`embed` does the work unit by unit, continues after a kill, and shares it over processes. `fingerprint` distinguishes models,
-transforms and files.
+`embed` makes what is missing. `digest` tells models and transforms apart.
 """

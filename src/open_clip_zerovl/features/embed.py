@@ -1,176 +1,282 @@
-"""Embed a collection by frozen models into a store, unit by unit.
+"""Features of a collection by a frozen model, part by part; a call that was stopped goes on with the parts that it left.
 
-    batches (reading) --pictures--> N.images (n, [V,] D)     N: number of the model
-                      --captions--> N.texts (T, D)
+    part --pictures or captions--> batches --model--> rows (n, F) and ids (n,) --> store
 
-`n` samples, `V` views of each picture, `T` captions, `D` width of a model.
+A part's batches are of its own rows alone, so that its features do not depend on the other parts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import free_space
+from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.data.images import collate_images
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.workers import read_batches
 from open_clip_zerovl.features.encoder import CPU_PICTURES, FrozenModel
-from open_clip_zerovl.features.reading import Batches, EmbeddableBatch, EmbeddableFiles, units_of
-from open_clip_zerovl.features.store import Manifest, Store
+from open_clip_zerovl.features.store import FeatureStore
+
+RUN, LONGEST_RUN = 256, 1024  # pictures, in the mean and at most
 
 
-def missing_units(
-    store: Store, sizes: Sequence[int], part: tuple[int, int] = (0, 1)
-) -> list[list[int]]:
-    """The files of each unit that lack rows in a store.
+class Parts(Protocol):
+    """Pictures, or captions, in parts."""
+
+    @property
+    def contents(self) -> Sequence[str]:
+        """Digest of each part."""
+        ...
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """Rows of each part."""
+        ...
+
+    def read(self, part: int) -> Iterator[tuple[int, Any] | str]:
+        """Yield (number in the part, picture or caption), without those that cannot be shown, and sentences for the terminal.
+
+        Raises:
+            UserError: reading cannot go on.
+        """
+        ...
+
+
+class Pictures:
+    """Pictures that are read one by one, in runs that depend on the pictures alone: a new picture changes one run.
 
     Args:
-        sizes: samples of each file.
-        part: (i, n): of every n-th unit from number i on, so that n calls share the work.
+        contents: digest of each picture.
+        read_one: number -> picture; None for one that cannot be shown.
     """
-    begins = np.cumsum([0, *sizes])
-    number, parts = part
-    todo = (
-        [file for file in unit if not store.done[begins[file] : begins[file + 1]].all()]
-        for unit in units_of(sizes)[number::parts]
-    )
-    return [unit for unit in todo if unit]
+
+    def __init__(self, contents: Sequence[str], read_one: Callable[[int], Any]) -> None:
+        self.read_one = read_one
+        self.runs: list[range] = []
+        begin = 0
+        for number, content in enumerate(contents, start=1):
+            at_end = int(content[:8], 16) % RUN == 0 or number - begin == LONGEST_RUN
+            if at_end or number == len(contents):
+                self.runs.append(range(begin, number))
+                begin = number
+        self.contents = [digest_of([contents[number] for number in run]) for run in self.runs]
+        self.counts = [len(run) for run in self.runs]
+
+    def read(self, part: int) -> Iterator[tuple[int, Any]]:
+        """Yield the pictures of a run."""
+        for row, number in enumerate(self.runs[part]):
+            if (picture := self.read_one(number)) is not None:
+                yield row, picture
+
+
+@dataclass
+class Batch:
+    """Some rows of a part.
+
+    Attributes:
+        rows: their numbers in the part (b,).
+        inputs: pictures (b, 3, S, S) as the model sees them, or captions.
+        ids: identity of each.
+        notes: for the terminal.
+        is_last: whether the part ends with it.
+    """
+
+    part: int
+    rows: list[int] = field(default_factory=list)
+    inputs: Any = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_last: bool = False
+
+
+class Batches(IterableDataset):
+    """The batches of parts, each part by one worker; a UserError in place of a batch if it cannot continue.
+
+    Args:
+        transform: PIL image -> picture (3, S, S); None for captions.
+        identify: picture or caption -> its identity.
+        batch_size: b.
+    """
+
+    def __init__(
+        self,
+        collection: Parts,
+        parts: Sequence[int],
+        transform: Callable[[Any], Tensor] | None,
+        identify: Callable[[Any], int],
+        batch_size: int,
+    ) -> None:
+        self.collection, self.parts = collection, parts
+        self.transform, self.identify, self.batch_size = transform, identify, batch_size
+
+    def __iter__(self) -> Iterator[Batch | UserError]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        try:
+            for part in self.parts[first::step]:
+                yield from self._batches(part)
+        except UserError as error:  # raised in a worker, it would come out wrapped into a traceback
+            yield error
+
+    def _batches(self, part: int) -> Iterator[Batch]:
+        batch = Batch(part)
+        for item in self.collection.read(part):
+            if isinstance(item, str):
+                batch.notes.append(item)
+                continue
+            if len(batch.rows) == self.batch_size:
+                yield self._as_seen(batch)
+                batch = Batch(part)
+            row, thing = item
+            batch.rows.append(row)
+            batch.ids.append(self.identify(thing))
+            batch.inputs.append(thing if self.transform is None else self.transform(thing))
+        batch.is_last = True
+        yield self._as_seen(batch)
+
+    def _as_seen(self, batch: Batch) -> Batch:
+        if self.transform is not None and batch.inputs:
+            batch.inputs = collate_images(batch.inputs)
+        return batch
 
 
 def embed(
-    store: Store,
-    models: Sequence[FrozenModel],
-    collection: EmbeddableFiles,
+    store: FeatureStore,
+    model: FrozenModel,
+    collection: Parts,
     *,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    identify: Callable[[Any], int] = lambda _: 1,
     batch_size: int,
     workers: int = 0,
-    part: tuple[int, int] = (0, 1),
+    share: tuple[int, int] = (0, 1),
     progress: bool = True,
-    desc: str = "embeddings",
-) -> dict[str, dict[str, int]]:
-    """Write the rows that a store lacks. A call that was killed continues when it is made again.
+    desc: str = "features",
+) -> int:
+    """Make and store the parts that a store lacks.
 
     Args:
-        store: made with "r+"; its arrays `N.images` and `N.texts` are the outputs of model N.
-        batch_size: samples, and captions, in a model at once.
+        model: of pictures, or of captions, by the collection.
+        width: of the model's features.
+        identify: picture or caption -> its identity, which is not 0.
+        batch_size: pictures or captions in the model at once.
         workers: loader processes.
-        part: see `missing_units`.
+        share: (i, n): of every n-th part from number i on, so that n processes share the work.
 
     Returns:
-        Samples that could not be shown: source -> reason -> count.
+        How many rows were made.
 
     Raises:
-        UserError: a sample that cannot be read, where the collection is strict; a model whose embedding of one is not finite,
-            or too large for the store's dtype.
+        UserError: reading cannot go on; a model whose features are not finite, or too large for the dtype.
     """
-    units = missing_units(store, collection.sizes, part)
-    transforms = [
-        model.picture_transform for model in models if model.picture_transform is not None
-    ]
-    begins = np.cumsum([0, *collection.sizes])
-    lost: dict[str, dict[str, int]] = {}
-    total = sum(collection.sizes[file] for unit in units for file in unit)
-    bar = tqdm(
-        total=total, desc=desc, unit=" samples", leave=False, disable=None if progress else True
-    )
-    try:
-        batches = Batches(collection, units, transforms, batch_size)
-        for batch in read_batches(batches, itemgetter(0), batch_size=1, num_workers=workers):
-            for missing in batch.lost:
-                if missing.note is not None:
-                    tqdm.write(f"{missing.note}. Its samples get no embeddings.")
-                of_source = lost.setdefault(missing.source, {})
-                of_source[missing.reason] = of_source.get(missing.reason, 0) + missing.count
-            for number, model in enumerate(models):
-                _encode(store, number, model, batch, batch_size)
-            for file in batch.finished:
-                store.finish(slice(int(begins[file]), int(begins[file + 1])))
+    number, processes = share
+    todo = [part for part in store.missing if part % processes == number]
+    made = sum(store.counts[part] for part in todo)
+    begun: dict[int, tuple[Tensor, Tensor]] = {}  # parts of several workers
+    batches = Batches(collection, todo, model.picture_transform, identify, batch_size)
+    with tqdm(
+        total=made, desc=desc, unit=" rows", leave=False, disable=None if progress else True
+    ) as bar:
+        loaded = read_batches(batches, itemgetter(0), batch_size=1, num_workers=workers)
+        for batch in loaded if todo else ():
+            for note in batch.notes:
+                tqdm.write(f"{note}. Its samples get no features.")
+            count = store.counts[batch.part]
+            if batch.part not in begun:
+                empty = (
+                    torch.zeros(count, width, dtype=dtype),
+                    torch.zeros(count, dtype=torch.int64),
+                )
+                begun[batch.part] = empty
+            rows, ids = begun[batch.part]
+            if batch.rows:
+                rows[batch.rows] = _finite(model.features(batch.inputs).cpu(), dtype, model)
+                ids[batch.rows] = torch.tensor(batch.ids)
+            if batch.is_last:
+                store.write(batch.part, *begun.pop(batch.part))
             bar.update(len(batch.rows))
-    finally:
-        bar.close()
-        store.flush()
-    return lost
+    return made
 
 
-def _encode(
-    store: Store, number: int, model: FrozenModel, batch: EmbeddableBatch, size: int
-) -> None:
-    images, texts = store.rows.get(f"{number}.images"), store.rows.get(f"{number}.texts")
-    if images is not None and batch.rows:
-        parts = [model.images(part).cpu() for part in batch.pictures[number].split(size)]
-        features = _finite(torch.cat(parts), images.dtype, model, batch)
-        images[batch.rows] = features.reshape(len(batch.rows), *images.array.shape[1:])
-    if texts is not None and batch.captions:
-        parts = [
-            model.texts(batch.captions[at : at + size]).cpu()
-            for at in range(0, len(batch.captions), size)
-        ]
-        texts[batch.caption_rows] = _finite(torch.cat(parts), texts.dtype, model, batch)
-
-
-def _finite(rows: Tensor, dtype: torch.dtype, model: FrozenModel, batch: EmbeddableBatch) -> Tensor:
-    """The rows as they are stored."""
-    stored = rows.to(dtype)
-    if not bool(torch.isfinite(stored).all()):
-        if bool(torch.isfinite(rows).all()):
-            raise UserError(
-                f"the model {model.name} makes embeddings up to {float(rows.abs().max()):g}, too large for {dtype}; "
-                "store them in float32 (--dtype)"
-            )
+def _finite(features: Tensor, dtype: torch.dtype, model: FrozenModel) -> Tensor:
+    """Return features as they are stored."""
+    stored = features.to(dtype)
+    if bool(torch.isfinite(stored).all()):
+        return stored
+    if bool(torch.isfinite(features).all()):
         raise UserError(
-            f"the model {model.name} makes NaN or infinite embeddings of a sample between numbers {batch.rows[0]} and "
-            f"{batch.rows[-1]}: its training has diverged; look at its weights, or leave --amp out"
+            f"the model {model.name} makes features up to {float(features.abs().max()):g}, too large for {dtype}; "
+            "store them in float32 (--dtype)"
         )
-    return stored
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Before the work
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def require_room(folder: Path, manifest: Manifest) -> None:
-    """UserError if the embeddings do not fit on the disk of a folder that need not exist yet."""
-    place, free = free_space(folder)
-    if manifest.bytes > free:
-        raise UserError(
-            f"the embeddings take {size_words(manifest.bytes)}, and {place} has {size_words(free)} free; take fewer views, or "
-            "a larger disk"
-        )
+    raise UserError(
+        f"the model {model.name} makes NaN or infinite features: its training has diverged; look at its weights, or leave "
+        "--amp out"
+    )
 
 
 def estimated_seconds(
-    model: FrozenModel, collection: EmbeddableFiles, units: Sequence[Sequence[int]], batch_size: int
+    model: FrozenModel, collection: Parts, parts: Sequence[int], batch_size: int
 ) -> float:
-    """Seconds in which one process reads and encodes some units, from those of the first batch of the first unit.
+    """Estimate the seconds in which one process reads and encodes parts, from the first batch.
 
     That batch is encoded twice, since the first time warms up; on a CPU as many samples as one forward pass takes.
     """
     if model.device.type == "cpu":
         batch_size = min(batch_size, CPU_PICTURES)
-    transforms = [] if model.picture_transform is None else [model.picture_transform]
-    begin = time.perf_counter()
+    seconds, rows = 0.0, 1
     for _ in range(2):
         begin = time.perf_counter()
-        batch = next(iter(Batches(collection, units[:1], transforms, batch_size)))
+        batches = Batches(collection, parts[:1], model.picture_transform, lambda _: 1, batch_size)
+        batch = next(iter(batches))
         if isinstance(batch, UserError):
             return 0.0  # `embed` raises it
-        if batch.pictures:
-            model.images(batch.pictures[0]).cpu()
-        if model.text_tower is not None and batch.captions:
-            model.texts(batch.captions).cpu()
-    seconds = time.perf_counter() - begin
-    left = sum(collection.sizes[file] for unit in units for file in unit)
-    return seconds * left / min(batch_size, left)
+        if batch.rows:
+            model.features(batch.inputs).cpu()
+        seconds, rows = time.perf_counter() - begin, max(1, len(batch.rows))
+    return seconds * sum(collection.counts[part] for part in parts) / rows
 
 
-def size_words(count: int) -> str:
-    """Bytes in words: "3.5 GiB"."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+def picture_features(
+    model: FrozenModel,
+    images: IndexedSet,
+    folder: Path | None,
+    *,
+    batch_size: int,
+    workers: int = 0,
+    name: str = "features",
+    progress: bool = True,
+) -> Tensor:
+    """Return the features (N, F) of a set's pictures on the CPU; made once and stored below `folder`.
+
+    Args:
+        folder: of any sets and models; None stores nothing.
+        name: name of the set, for the progress bar, which `progress` shows.
+
+    Raises:
+        UserError: a picture that cannot be read, features that are not finite.
+    """
+    pictures = Pictures(images.contents(), images.image)
+    place = folder and folder / model.fingerprints["image"][:16]
+    store = FeatureStore(place, pictures.contents, pictures.counts)
+    embed(
+        store,
+        model,
+        pictures,
+        width=model.image_width(),
+        batch_size=batch_size,
+        workers=workers,
+        progress=progress,
+        desc=f"{name} features",
+    )
+    return torch.cat([*store.blocks()])

@@ -22,7 +22,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import keep_freed_memory
 from open_clip_zerovl.data.images import normalize, split_normalize
-from open_clip_zerovl.features.fingerprint import tower_digest
+from open_clip_zerovl.features.digest import tower_digest
 
 CPU_PICTURES = 16  # in a forward pass on a CPU: more leave its caches, and take 1.2 times the time of a picture
 
@@ -32,7 +32,7 @@ class FrozenModel:
     """A frozen model on its device.
 
     Attributes:
-        name: for messages and manifests.
+        name: for messages.
         image_tower: normalised pictures (b, 3, S, S) -> (b, D); None of a model of texts alone.
         text_tower: tokens (b, L) -> (b, D); None of a model of pictures alone.
         tokenizer: captions -> tokens.
@@ -99,6 +99,10 @@ class FrozenModel:
             *split_transform(preprocess),
             **more,
         )
+
+    def features(self, inputs: Tensor | list[str]) -> Tensor:
+        """Return the features of pictures, as `images`, or of captions, as `texts`."""
+        return self.texts(inputs) if isinstance(inputs, list) else self.images(inputs)
 
     @torch.no_grad()
     def images(self, pixels: Tensor) -> Tensor:

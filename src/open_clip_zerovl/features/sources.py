@@ -1,4 +1,4 @@
-"""The samples of sources as a collection: their pictures and all their captions.
+"""The pictures of sources, or all their captions, as a collection.
 
 `n` samples of all sources, in the order of their shards.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.captions import caption_starts
+from open_clip_zerovl.data.content import contents_of_shards
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reading import (
     RawSample,
@@ -28,7 +29,6 @@ from open_clip_zerovl.data.reading import (
 )
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
-from open_clip_zerovl.features.reading import Embeddable, Lost
 from open_clip_zerovl.shards.members import ShardError
 from open_clip_zerovl.shards.pictures import BadPicture
 
@@ -36,35 +36,34 @@ SAMPLED_CAPTIONS = 2_000
 
 
 class SourceSamples:
-    """The samples of sources (`reading.EmbeddableFiles`).
+    """The pictures, or the captions, of sources; a part is a shard (`embed.Parts`).
 
     Args:
-        images, captions: which of the two are read; a sample that lacks one of them is lost.
+        side: "image" or "text".
         strict: a sample or shard that cannot be shown is an error.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        *,
-        images: bool = True,
-        captions: bool = True,
-        strict: bool = True,
-    ) -> None:
-        self.sources, self.strict = sources, strict
-        self.images = images
-        self.captions = captions
-        self._files = [
+    def __init__(self, sources: Sequence[Source], side: str, *, strict: bool = True) -> None:
+        self.sources, self.side, self.strict = sources, side, strict
+        self._shards = [
             (index, shard)
             for index, source in enumerate(sources)
             for shard in range(len(source.shards))
         ]
-        self._begins = np.cumsum([0, *(source.num_samples for source in sources)]).tolist()
+        self._samples = np.cumsum([0, *(source.num_samples for source in sources)]).tolist()
 
-    @property
-    def sizes(self) -> list[int]:
-        """Samples of each shard of all sources."""
-        return [size for source in self.sources for size in source.sizes]
+    @cached_property
+    def contents(self) -> list[str]:
+        """Digest of each shard of all sources."""
+        return [content for source in self.sources for content in contents_of_shards(source)]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Pictures, or captions, of each shard of all sources."""
+        sizes = [size for source in self.sources for size in source.sizes]
+        if self.side == "image":
+            return sizes
+        return np.diff(self.caption_starts[np.cumsum([0, *sizes])]).tolist()
 
     @cached_property
     def caption_starts(self) -> np.ndarray:
@@ -77,72 +76,66 @@ class SourceSamples:
             )
         return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
 
-    def sample(self, row: int) -> Embeddable:
-        """A sample by its number, of a strict collection; of a local shard no other sample is read.
+    def sample(self, number: int) -> list[tuple[int, Any]]:
+        """Read (row, picture or caption) of a sample of a strict collection; of a local shard no other sample is read.
 
         Raises:
             UserError: it cannot be shown.
         """
-        index = int(np.searchsorted(self._begins, row, side="right")) - 1
-        source, position = self.sources[index], row - self._begins[index]
+        index = int(np.searchsorted(self._samples, number, side="right")) - 1
+        source, position = self.sources[index], number - self._samples[index]
         shard = int(np.searchsorted(source.starts, position, side="right")) - 1
         reading = Reading(source, index, fail=self.strict, every_caption=True)
         try:
             with closing(
                 reading.samples(shard, position - int(source.starts[shard]), position)
             ) as samples:
-                sample = self._sample(index, next(samples))
+                return self._shown(index, next(samples))
         except ShardError as error:
             raise UserError(shard_sentence(source, shard, error)) from error
-        assert isinstance(sample, Embeddable)
-        return sample
 
-    def read(self, file: int) -> Iterator[Embeddable | Lost]:
-        """The samples of a shard as they lie."""
-        index, shard = self._files[file]
+    def read(self, part: int) -> Iterator[tuple[int, Any] | str]:
+        """Yield (number in the shard, picture or caption) of a shard's samples as they lie."""
+        index, shard = self._shards[part]
         source = self.sources[index]
         notes: list[str] = []
         reading = Reading(source, index, fail=self.strict, every_caption=True, notes=notes.append)
-        begin, end = int(source.starts[shard]), int(source.starts[shard + 1])
+        begin = int(source.starts[shard])
+        first = self._samples[index] + begin
+        first = first if self.side == "image" else int(self.caption_starts[first])
         try:
             with closing(reading.samples(shard, 0, begin)) as samples:
                 for sample in samples:
-                    yield self._sample(index, sample)
+                    yield from ((row - first, shown) for row, shown in self._shown(index, sample))
         except Surplus:
             notes.append(self._refused_if_strict(wrong_size(source, shard, "more")))
         except ShardError as error:
-            message = self._refused_if_strict(shard_sentence(source, shard, error))
-            yield Lost(source.name, error.reason, end - begin - error.readable, message)
-        yield from (Lost(source.name, "", 0, note) for note in notes)
+            notes.append(self._refused_if_strict(shard_sentence(source, shard, error)))
+        yield from notes
 
     def _refused_if_strict(self, message: str) -> str:
         if self.strict:
             raise UserError(message)
         return message
 
-    def _sample(self, index: int, sample: RawSample) -> Embeddable | Lost:
-        source = self.sources[index]
-        row = self._begins[index] + sample.position
-        captions = [(number, caption) for number, caption in enumerate(sample.captions) if caption]
-        fault = sample.fault if self.captions and not captions else None
-        image: Any = None
-        if fault is None and self.images:
+    def _shown(self, index: int, sample: RawSample) -> list[tuple[int, Any]]:
+        """Return the picture or the captions of a sample with their rows in the collection; [] if it cannot be shown."""
+        row, fault = self._samples[index] + sample.position, None
+        shown: list[tuple[int, Any]] = []
+        if self.side == "text":
+            begin = int(self.caption_starts[row])
+            shown = [(begin + place, text) for place, text in enumerate(sample.captions) if text]
+        elif (
+            sample.fault is None or sample.image
+        ):  # an empty file is a fault that the decoder finds
             try:
-                # No picture is a fault of the sample; an empty file is one that the decoder finds.
-                missing = sample.fault is not None and not sample.image
-                image = None if missing else decode_image(sample.image)
+                shown = [(row, decode_image(sample.image))]
             except BadPicture as error:
                 fault = Fault(error.reason, error.detail)
-            if image is None and fault is None:
-                fault = sample.fault
-        if fault is not None:
-            if self.strict:
-                raise UserError(sample_sentence(source, sample, fault))
-            return Lost(source.name, fault.reason)
-        if self.captions:
-            begin = int(self.caption_starts[row])
-            captions = [(begin + number, caption) for number, caption in captions]
-        return Embeddable(row, [image] if self.images else (), captions if self.captions else ())
+        fault = fault or sample.fault
+        if not shown and fault is not None and self.strict:
+            raise UserError(sample_sentence(self.sources[index], sample, fault))
+        return shown
 
 
 def cut_captions(
@@ -156,11 +149,9 @@ def cut_captions(
     texts: list[str] = []
     share = -(-SAMPLED_CAPTIONS // len(sources))
     for source in sources:
-        samples = SourceSamples([source], images=False, strict=False)
-        read = (sample for file in range(len(samples.sizes)) for sample in samples.read(file))
-        texts += islice(
-            (caption for sample in read for _, caption in getattr(sample, "captions", ())), share
-        )
+        samples = SourceSamples([source], "text", strict=False)
+        read = (item for part in range(len(source.shards)) for item in samples.read(part))
+        texts += islice((item[1] for item in read if not isinstance(item, str)), share)
     if not texts:
         return 0, 0, 0
     tokens, long_tokens = (

@@ -39,7 +39,7 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.data.samples import samples_of
-from open_clip_zerovl.data.selection import Selection, marks_of, save_selection
+from open_clip_zerovl.data.selection import Selection, contents_of, save_selection
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.finetune.data import (
     DATA_FLAG,
@@ -182,7 +182,7 @@ def _selection(component: str, source: Source, samples: np.ndarray, out: Path) -
     if source.table is not None:  # its rows, which other --captions group in another way
         table = source.table
         numbers = sorted(row for sample in numbers for row in table.rows_of(sample).tolist())
-    selection = Selection(component, source.name, marks_of(source.shards), numbers)
+    selection = Selection(component, source.name, contents_of(source.shards), numbers)
     return save_selection(selection, out / f"{source.name}.selection.json")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.identity import file_digests
 
 # pipe:, s3://, https:// ...: no path of this machine
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -17,6 +19,13 @@ def local_path(url: str) -> str | None:
     if url.startswith("file:"):
         return re.sub(r"^file:(//(localhost)?)?", "", url)
     return None if REMOTE.match(url) else url
+
+
+def shard_digests(shards: Iterable[str]) -> dict[str, str]:
+    """Digest the bytes of each shard; one that is remote, or cannot be read, counts by its address."""
+    paths = {shard: local_path(shard) for shard in shards}
+    digests = file_digests(path for path in paths.values() if path is not None)
+    return {shard: digests.get(path or "") or shard for shard, path in paths.items()}
 
 
 def check_quotes(url: str) -> None:

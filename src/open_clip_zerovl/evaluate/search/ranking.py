@@ -3,8 +3,8 @@
 A model's query is its embedding of the words, or of the picture; with both, the sum of the two, each of length 1. Pictures are
 ranked by the cosine with it. Cosines of two models are not on one scale: compare ranks.
 
-Embeddings are computed once and kept, in a folder whose name is a hash of the collection's path, the image tower and its
-transform. A picture counts as embedded while its file has the size and modification time with which it was embedded.
+Embeddings are computed once and kept, by the digests of the image tower and of the pictures (`features.store`): a copy of the
+pictures is known, and a changed picture is embedded again with those of its run.
 
 Legend: `P` pictures, `D` embedding width.
 """
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate, islice, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +28,16 @@ from torch import Tensor
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, user_cache, write_atomically
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.identity import digest_of, file_digests
 from open_clip_zerovl.data.collection import Collection, open_collection
+from open_clip_zerovl.data.content import contents_of_shards
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import samples_of
-from open_clip_zerovl.evaluate.embedded import embedded
 from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
+from open_clip_zerovl.features.embed import Parts, Pictures, embed
 from open_clip_zerovl.features.encoder import FrozenModel
-from open_clip_zerovl.features.reading import Embeddable, Lost
-from open_clip_zerovl.features.store import Rows
+from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.pictures import BadPicture
@@ -234,7 +232,7 @@ class Searcher:
     ) -> None:
         self.name, self.collection = name, collection
         self.model = FrozenModel.load(encoder)
-        self.embedded = embed_collection(
+        self.features, self.computed = embed_collection(
             collection,
             self.model,
             cache=cache or default_cache(),
@@ -242,16 +240,17 @@ class Searcher:
             workers=encoder.workers,
             name=name,
         )
-        rows = self.embedded.rows
-        self.rows_in_memory = [block.clone() for block in rows.blocks()] if keep else None
-        self.pictures = sum(int(block.any(dim=1).sum()) for block in self.blocks())
-        self.bad = len(rows) - self.pictures + collection.lost
+        blocks = self.features.blocks()
+        self.rows_in_memory = [block.clone() for block in blocks] if keep else None
+        ids = self.features.ids
+        self.pictures = int(np.count_nonzero(ids))
+        self.bad = len(ids) - self.pictures + collection.lost
         if not self.pictures:
             raise UserError(f"none of the {self.bad} pictures of {collection.name} can be decoded")
 
     def blocks(self) -> Iterable[Tensor]:
         """Yield the embeddings of all pictures, some thousand at a time."""
-        return self.embedded.rows.blocks() if self.rows_in_memory is None else self.rows_in_memory
+        return self.features.blocks() if self.rows_in_memory is None else self.rows_in_memory
 
     @torch.no_grad()
     def find(self, words: str, query: Image.Image | None, best: int) -> SearchResult:
@@ -273,9 +272,9 @@ class Searcher:
             )
         ranked = nearest(self.blocks(), F.normalize(direction, dim=0), best)
         hits = tuple(
-            _hit(self.collection, *self.embedded.place(row), score) for row, score in ranked
+            _hit(self.collection, *self.collection.place(row), score) for row, score in ranked
         )
-        return SearchResult(hits, self.pictures, self.bad, self.embedded.computed)
+        return SearchResult(hits, self.pictures, self.bad, self.computed)
 
 
 def query_picture(path: Path) -> Image.Image:
@@ -330,64 +329,39 @@ def _as_data(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """The pictures of a collection that can be searched.
-
-    Attributes:
-        rows: (P, D), L2-normalised; a row of zeros for a picture that cannot be decoded, or is not there.
-        sizes: pictures of each file of the collection.
-        computed: pictures that this call has embedded or found bad; the rest was stored before.
-    """
-
-    rows: Rows
-    sizes: list[int]
-    computed: int
-
-    @cached_property
-    def ends(self) -> np.ndarray:
-        """Return the row after the last one of each file."""
-        return np.cumsum(self.sizes)
-
-    def place(self, row: int) -> tuple[int, int]:
-        """Find the file's number in the collection and the picture's number in the file of a row."""
-        file = int(np.searchsorted(self.ends, row, side="right"))
-        return file, row - int(self.ends[file]) + self.sizes[file]
-
-
 def default_cache() -> Path:
     """Return the default folder of embeddings: in the user's cache folder."""
     return user_cache("zerovl") / "search"
 
 
-class _Pictures:
-    """The pictures of a collection (`features.reading.EmbeddableFiles`)."""
+class _Shards:
+    """The pictures of shards (`features.embed.Parts`)."""
 
     def __init__(self, collection: Collection) -> None:
-        self.collection = collection
-        self.sizes = [1] * len(collection.files)
-        if collection.shards is not None:
-            self.sizes = [source.sizes[shard] for source, shard in collection.shards]
-        self._begins = [0, *accumulate(self.sizes)]
+        assert collection.shards is not None
+        self.collection, self.counts = collection, collection.sizes
+        sources = {source.name: source for source, _ in collection.shards}
+        contents = {name: contents_of_shards(source) for name, source in sources.items()}
+        self.contents = [contents[source.name][shard] for source, shard in collection.shards]
 
-    def read(self, file: int) -> Iterator[Embeddable | Lost]:
-        seen = 0
-        for row, (_, content) in enumerate(self.collection.pictures(file), self._begins[file]):
+    def read(self, part: int) -> Iterator[tuple[int, Image.Image]]:
+        seen, count = 0, self.counts[part]
+        for row, (_, content) in enumerate(islice(self.collection.pictures(part), count + 1)):
             seen += 1
-            if seen > self.sizes[file]:
-                break
-            try:
-                if content is None:
-                    yield Lost(self.collection.name, "no picture")
-                else:
-                    yield Embeddable(row, [decode_image(content)])
-            except BadPicture as error:
-                yield Lost(self.collection.name, error.reason)
-        if seen != self.sizes[file]:
+            if row < count and (picture := _picture_or_none(content)) is not None:
+                yield row, picture
+        if seen != count:
             raise UserError(
-                f"{self.collection.files[file].path} does not hold the {self.sizes[file]} samples that were counted: correct "
-                "its entry in sizes.json, or remove the entry to have the shard counted"
+                f"{self.collection.files[part].path} does not hold the {count} samples that were counted: correct its entry in "
+                "sizes.json, or remove the entry to have the shard counted"
             )
+
+
+def _picture_or_none(content: bytes | None) -> Image.Image | None:
+    try:
+        return None if content is None else decode_image(content)
+    except BadPicture:
+        return None
 
 
 def embed_collection(
@@ -398,36 +372,43 @@ def embed_collection(
     batch_size: int = 64,
     workers: int = 0,
     name: str = "model",
-) -> Embedded:
-    """Embed the pictures that the cache does not hold yet, and return all.
+) -> tuple[FeatureStore, int]:
+    """Embed the pictures that the cache does not hold yet.
 
     Args:
         cache: the folder of all collections and models.
         workers: loader processes.
         name: name of the model, for the progress bar.
 
+    Returns:
+        The features (P, D) of all pictures, L2-normalised, zeros for one that cannot be decoded, or is not there; and how many
+        pictures this call has embedded or found bad.
+
     Raises:
         UserError: a cache that cannot be written, a shard that cannot be read, no picture that can be decoded, or a model whose
             embeddings are not finite.
     """
-    pictures = _Pictures(collection)
-    file_versions = [[file.path, file.size, file.changed_ns] for file in collection.files]
-    fingerprint = model.fingerprints["image"]
-    where = os.path.abspath(os.path.expanduser(collection.name))
     try:
         check_writable(cache, folder=True)
     except UserError as error:  # as under a HOME that nobody may write
         raise UserError(f"{error}; give a folder for the embeddings with --cache") from error
-    store, computed = embedded(
-        cache / digest_of(fingerprint, where)[:16],
-        "search",
+    pictures: Parts
+    if collection.shards is None:
+        paths = [file.path for file in collection.files]
+        digests = file_digests(paths)
+        contents = [digests[path] or digest_of(path) for path in paths]
+        pictures = Pictures(contents, lambda row: _picture_or_none(picture_file(paths[row])))
+    else:
+        pictures = _Shards(collection)
+    folder = cache / model.fingerprints["image"][:16]
+    store = FeatureStore(folder, pictures.contents, pictures.counts)
+    computed = embed(
+        store,
         model,
         pictures,
-        file_versions,
-        [fingerprint],
-        name=where,
+        width=model.image_width(),
         batch_size=batch_size,
         workers=workers,
         desc=name,
     )
-    return Embedded(store.rows["0.images"], pictures.sizes, computed)
+    return store, computed

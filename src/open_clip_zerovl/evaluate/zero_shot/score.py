@@ -9,7 +9,6 @@ inner product (CLIP's ensembles; CLIP_benchmark computes the same).
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.core.files import check_writable, scratch_folder, write_atomically
+from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.evaluate.accuracy import (
     accuracies,
@@ -31,9 +30,9 @@ from open_clip_zerovl.evaluate.accuracy import (
     is_above_chance,
     most_confused,
 )
-from open_clip_zerovl.evaluate.embedded import picture_features
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
+from open_clip_zerovl.features.embed import picture_features
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.report.tables import text_table
 
@@ -74,7 +73,7 @@ def classify(images: Tensor, classes: Tensor) -> Tensor:
 def labelled_scores(
     model: FrozenModel,
     dataset: LabelledSet,
-    folder: Path,
+    folder: Path | None,
     *,
     batch_size: int,
     workers: int,
@@ -84,7 +83,7 @@ def labelled_scores(
     """Score a model on one set: scores (N, C) and class indices (N,).
 
     Args:
-        folder: folder for the pictures' embeddings.
+        folder: folder for the pictures' features; None stores nothing.
         name: name of the set, for the progress bar.
         progress: show bars.
 
@@ -98,7 +97,7 @@ def labelled_scores(
 
 
 def score_labelled(
-    model: FrozenModel, dataset: LabelledSet, folder: Path, **reading: Any
+    model: FrozenModel, dataset: LabelledSet, folder: Path | None, **reading: Any
 ) -> dict[str, Any]:
     """Compute `accuracies` of a model on one set, with classes by name, and by source.
 
@@ -134,13 +133,8 @@ def score_loaded(
     `encoder` has batch size and workers.
     """
     model = FrozenModel.of(name, loaded, fingerprints={"image": name})
-    with tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as passing:
-        reading: dict[str, Any] = {
-            "batch_size": encoder.batch_size,
-            "workers": encoder.workers,
-            "progress": False,
-        }
-        return score_labelled(model, dataset, Path(passing), name=name, **reading)
+    reading: dict[str, Any] = {"batch_size": encoder.batch_size, "workers": encoder.workers}
+    return score_labelled(model, dataset, None, name=name, progress=False, **reading)
 
 
 def run_zero_shot(
@@ -169,17 +163,11 @@ def run_zero_shot(
         for name, where in parse_retrieval_data(data).items()
     }
     model = FrozenModel.load(encoder)
-    results = {}
-    with scratch_folder(tempfile.gettempdir(), "zerovl-zero-shot-") as passing:
-        for name, dataset in sets.items():
-            results[name] = score_labelled(
-                model,
-                dataset,
-                settings.cache or passing,
-                batch_size=encoder.batch_size,
-                workers=encoder.workers,
-                name=name,
-            )
+    reading: dict[str, Any] = {"batch_size": encoder.batch_size, "workers": encoder.workers}
+    results = {
+        name: score_labelled(model, dataset, settings.cache, name=name, **reading)
+        for name, dataset in sets.items()
+    }
     print(format_zero_shot(results))
     if settings.output is not None:
         templates = {name: list(dataset.templates) for name, dataset in sets.items()}

@@ -1,13 +1,10 @@
-"""Fingerprints of a tower with the preprocessing of its inputs, and of the samples of a source."""
+"""Digests of a tower with the preprocessing of its inputs: features with the same digest are the same."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +12,6 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from open_clip_zerovl.core.identity import digest_of, digest_of_all
-from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.data.table import CsvTable, TableSample
-from open_clip_zerovl.shards.marks import Mark, digests_of, file_marks, is_same
 
 _SCALES = ("logit_scale", "logit_bias")
 # Settings of layers on which features do not depend, besides those of random layers, which evaluation turns off.
@@ -127,90 +121,3 @@ def _without_lengths(backend: Any) -> str:
     copy.no_truncation()
     copy.no_padding()
     return copy.to_str()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Data
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def describe_source(source: Source, known: Iterable[Mark] | None = None) -> dict[str, Any]:
-    """The samples of a source: its name, the mark and the samples of each shard, and a digest of a selection's own samples.
-
-    The marks of tables and parquet files also have the names of the columns that are read.
-
-    Args:
-        known: None for a cache, whose rows are made again where a file has another time; else earlier marks, of stored rows
-            that are kept for copies of the data, too (`file_mark`).
-    """
-    picked = source.picked
-    # a selection of a table
-    if source.table is not None and len(source.table.members) < len(source.table.rows):
-        picked = source.table.members
-    marks_by_shard = file_marks(
-        source.shards, None if known is None else digests_of(known), f"checking {source.name}"
-    )
-    more: list[str] = []
-    if source.table is not None:
-        columns = [
-            source.table.columns[n]
-            for n in (source.table.image_column, *source.table.caption_columns)
-        ]
-        more = [_pictures_digest(source.table), *columns]
-    elif source.columns is not None:
-        more = [source.columns.picture, *source.columns.captions]
-    return {
-        "name": source.name,
-        "marks": [
-            [*marks_by_shard[shard], *more]
-            if len(marks_by_shard[shard]) > 1
-            else marks_by_shard[shard]
-            for shard in source.shards
-        ],
-        "sizes": list(source.sizes),
-        "picked": None if picked is None else digest_of(picked),
-    }
-
-
-def _pictures_digest(table: CsvTable) -> str:
-    """A digest of the sizes of a table's pictures, sample by sample: copies of them have the same."""
-
-    def size(sample: TableSample) -> int:
-        try:
-            return os.stat(table.image_path(sample.image)).st_size
-        except (OSError, ValueError):  # missing, or no name of a file
-            return -1
-
-    sizes = array("q", map(size, table.samples()))
-    return digest_of(sizes)[:16]
-
-
-def difference_of_sources(stored: dict[str, Any], current: dict[str, Any]) -> str | None:
-    """The first difference between the samples of two descriptions, as words; None for the same samples or copies of them."""
-    name = current["name"]
-    held = sum(stored["sizes"])
-    there = sum(current["sizes"])
-    if held != there:
-        return f"they are of {held} samples of {name!r}, and it holds {there}"
-    if stored["picked"] != current["picked"]:
-        return f"they are of another selection's {name!r}"
-    # A shard that is gone now has no size to compare.
-    known = defaultdict(list)
-    for mark in stored["marks"]:
-        known[str(mark[0])].append(mark)
-    current_marks = (mark for mark in current["marks"] if len(mark) > 1)
-    changed = next(
-        (
-            mark[0]
-            for mark in current_marks
-            if not any(is_same(earlier, mark) for earlier in known[str(mark[0])])
-        ),
-        None,
-    )
-    if changed is not None:
-        return f"they are of other data: shard {changed} of {name!r} differs, or was not there"
-    if [mark[0] for mark in stored["marks"]] != [mark[0] for mark in current["marks"]] or stored[
-        "sizes"
-    ] != current["sizes"]:
-        return f"they are of {name!r} with its shards in another order or of other sizes"
-    return None
