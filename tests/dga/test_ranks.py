@@ -319,6 +319,7 @@ def run_cases(folder: str, names: list[str]) -> None:
         found["refusals"] = refusals(rank, world_size)
         found["replay error"] = replay_error(rank, world_size)
         found["graphs kept"] = graphs_kept(rank, world_size)
+        found["full memory"] = full_memory(rank, world_size)
         found["hooks"] = [hooked(rank, world_size, sizes) for sizes in ([7], [3, 2, 2])]
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     dist.barrier()
@@ -413,6 +414,37 @@ def graphs_kept(rank: int, world_size: int) -> list[int]:
     )  # two graphs' worth is set aside for the step itself
     with mock.patch("open_clip_zerovl.dga.retain.available_bytes", lambda device: free):
         return [*kept, retention.graphs(sizes)]
+
+
+def full_memory(rank: int, world_size: int) -> tuple[float, list[int]]:
+    """The error of a step in which rank 1's memory is full at its third graph, and the graphs of each rank before and after."""
+    model, calls = bert_clip(), []
+    wrapped, loss = (
+        DistributedDataParallel(model),
+        ContrastiveLoss(rank=rank, world_size=world_size),
+    )
+
+    def full(*_: Any) -> None:
+        calls.append(1)
+        if rank == 1 and len(calls) == 4:  # the first of four micro-batches has no graph
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def gradients(dga: DecoupledGradientAccumulation) -> dict[str, torch.Tensor]:
+        torch.manual_seed(rank)
+        dga.backward(batches([2, 2, 2, 2], seed=rank))
+        found = {name: p.grad for name, p in model.named_parameters()}
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        model.zero_grad()
+        return found
+
+    wanted = gradients(DecoupledGradientAccumulation(wrapped, loss))
+    auto = DecoupledGradientAccumulation(wrapped, loss, retain="auto")
+    with mock.patch("open_clip_zerovl.dga.retain.available_bytes", lambda device: 1e15):
+        gradients(auto)
+        kept = [auto.decision().graphs]
+        model.register_forward_pre_hook(full)
+        found = gradients(auto)
+    return error(found, wanted), [*kept, auto.decision().graphs]
 
 
 def hooked(rank: int, world_size: int, sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -545,6 +577,13 @@ def test_hooks_act_once_on_each_ranks_gradient_before_the_average(ranks):
 def test_every_rank_keeps_as_many_graphs_as_the_one_with_the_least_memory(ranks):
     _, found = ranks
     assert [of_rank["graphs kept"] for of_rank in found] == [[1, 3]] * len(found)
+
+
+def test_a_full_memory_costs_its_rank_a_graph_and_no_rank_the_run(ranks):
+    _, found = ranks
+    for rank, of_rank in enumerate(found):
+        wrong, kept = of_rank["full memory"]
+        assert wrong <= EXACT and kept == [3, 2 if rank == 1 else 3]
 
 
 def test_a_failed_replay_stops_every_rank(ranks):

@@ -155,7 +155,7 @@ class Retention:
         if self._adopted is not None:
             self._adopted = replace(self._adopted, graphs=self._auto)
         log.warning(
-            "The device's memory is full with the graphs of %d micro-batches: the step is taken again with %d, which hold from "
+            "The device's memory is full with the graphs of %d micro-batches: %d are kept in this step, taken again, and from "
             "here on.",
             kept,
             self._auto,

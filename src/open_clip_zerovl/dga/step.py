@@ -165,8 +165,8 @@ class DecoupledGradientAccumulation:
             computed outside of it, on fp32 features (fp64 stays fp64).
         scaler: a GradScaler; gradients are multiplied by its scale, as by `scaler.scale(loss).backward()`.
         retain: graphs kept from the first pass: 0 to K (K-1 over several ranks), or "auto" for the largest number that fits.
-            If a step of one process fills the memory nevertheless, `backward` takes it once more with one graph fewer, unless
-            `.grad` held something before.
+            Where a step fills the memory nevertheless, one graph fewer is kept from there on: in one process `backward` takes
+            the step once more, unless `.grad` held something before; over ranks the rank drops a graph of its first pass.
         check: compare replayed with cached features "first" (as `ReplayCheck` has it: in each step of a compiled model),
             "always" or "never".
         replay_rng: False draws new random masks in the replay, which gives a wrong gradient (the paper's Table 6).
@@ -413,8 +413,9 @@ class DecoupledGradientAccumulation:
         with casts_kept():
             for k in step.replayed:
                 self._forward(step, k, frozen, collected)
+        forward = self._forward if self._world_size == 1 else self._forward_within_memory
         for k in range(len(step.replayed), len(step.sizes)):
-            self._forward(step, k, frozen, collected)
+            forward(step, k, frozen, collected)
         step.features = {name: torch.cat(collected[name]) for name in step.inputs_of}
         step.scalars = {name: collected[name] for name in SCALARS if name in collected}
         step.extras = self._extras.collected(collected, step.order)
@@ -429,11 +430,37 @@ class DecoupledGradientAccumulation:
         with self._synchronised(graph and self._synchronises(step, k)), measured:
             take = partial(step.inputs.take, k)
             outputs, repeat = self._towers.first_pass(take, step.rows_of(k), frozen, graph=graph)
+        copies = {name: detached_copy(output) for name, output in outputs.items()}
         step.repeats.append(repeat)
         if graph:
             step.retained_outputs[k] = outputs
-        for name, output in outputs.items():
-            collected.setdefault(name, []).append(detached_copy(output))
+        for name, copy in copies.items():
+            collected.setdefault(name, []).append(copy)
+
+    def _forward_within_memory(
+        self, step: _Step, k: int, frozen: set[str], collected: dict[str, list[Tensor]]
+    ) -> None:
+        """Forward micro-batch k with its graph; in a full memory drop the first kept graph and replay its micro-batch instead.
+
+        Other ranks need not know: each rank's passes between two collectives are its own. Not so where the passes themselves
+        communicate, as those of SyncBatchNorm do.
+        """
+        rng, buffers = RngState.capture(self._device), BufferState(self._inner)
+        try:
+            self._forward(step, k, frozen, collected)
+            return
+        except torch.OutOfMemoryError:
+            communicates = any(isinstance(m, nn.SyncBatchNorm) for m in self._inner.modules())
+            if communicates or not step.retained_outputs or not self._retention.keep_fewer():
+                raise
+        # out of the handler, whose traceback holds the graph
+        del step.retained_outputs[min(step.retained_outputs)]
+        step.graphs -= 1
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        buffers.restore()
+        rng.restore()
+        self._forward_within_memory(step, k, frozen, collected)
 
     def _differentiate(self, step: _Step, loss_inputs: dict[str, Any]) -> None:
         """Compute the loss on all features and its gradients by features and scalars, phase (2)."""
