@@ -24,7 +24,7 @@ from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.recipe.flags import AllFlags, contradicted
 from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, few_steps
-from open_clip_zerovl.shards.cache import ShardCache
+from open_clip_zerovl.shards.fetch import ShardCache
 from training.stock_data import check_stock_data
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> TrainingInputs:
             args.train_data_upsampling_factors,
             captions=config.captions,
             on_bad_sample=config.on_bad_sample,
+            cache=_shard_cache(config),
         )
         if config.sampling == "debiased" and len(sources) == 1:
             logging.warning(
@@ -300,12 +301,11 @@ def _mixture_data(
     return TrainData(loader, normalizer)
 
 
-def _shard_cache(config: AllFlags) -> ShardCache | None:
+def _shard_cache(config: AllFlags) -> ShardCache:
+    limit_bytes = int(config.shard_cache_gib * 2**30)
     if config.shard_cache is None:
-        return None
-    return ShardCache(
-        os.path.abspath(os.path.expanduser(config.shard_cache)), int(config.shard_cache_gib * 2**30)
-    )
+        return ShardCache(limit_bytes=limit_bytes)
+    return ShardCache(os.path.abspath(os.path.expanduser(config.shard_cache)), limit_bytes)
 
 
 def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:

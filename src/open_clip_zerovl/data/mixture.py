@@ -52,8 +52,8 @@ from open_clip_zerovl.sampling.assignment import Assignment
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, source_schedule
 from open_clip_zerovl.sampling.slices import epoch_slices, slice_range
-from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
-from open_clip_zerovl.shards.remote import RetryPolicy, Wait
+from open_clip_zerovl.shards.fetch import RetryPolicy, ShardCache, ahead_of_reading
+from open_clip_zerovl.shards.urls import local_path
 
 SHUFFLE_WINDOW_SAMPLES = (
     5000  # encoded samples of all sources together in a worker's memory; open_clip's number
@@ -115,6 +115,10 @@ class Preprocessing:
     with_content: bool = False
 
 
+def _ignore(_: object) -> None:
+    pass
+
+
 @dataclass
 class _Reader:
     """One reader of this rank in one epoch: the samples that it delivers, and the loader process that runs it.
@@ -125,8 +129,8 @@ class _Reader:
         before: (S,) samples that all readers before this one deliver in the epoch.
         quota: (S,) samples that this one delivers in the epoch.
         done: (S,) those of them that lie before the step at which the epoch is entered.
-        notes, waits: for the next batch's report.
-        ahead: fetches remote shards before they are read.
+        notes: for the next batch's report.
+        ahead: called with the URLs of remote shards that will be read soon, and with None at the end.
     """
 
     number: int
@@ -135,8 +139,7 @@ class _Reader:
     quota: np.ndarray
     done: np.ndarray
     notes: list[str] = field(default_factory=list)
-    waits: list[tuple[int, Wait]] = field(default_factory=list)
-    ahead: FetchAhead | None = None
+    ahead: Callable[[str | None], None] = _ignore
 
 
 class Mixture(IterableDataset):
@@ -150,7 +153,7 @@ class Mixture(IterableDataset):
         sampling: how sources make batches.
         seed: the only seed; the process's own generators are neither read nor moved.
         on_bad_sample: "replace" it by a neighbour of the same source and count it, or "fail" with a sentence.
-        cache: keeps remote shards on a local disk; None reads them from their server.
+        cache: the folder of fetched shards; None for the one in the user's cache.
         shuffle_window_samples: encoded samples that a worker keeps in memory to shuffle, over all sources.
 
     Yields:
@@ -183,7 +186,7 @@ class Mixture(IterableDataset):
         self.sampling = sampling
         self.seed = seed
         self.on_bad_sample = on_bad_sample
-        self.cache = cache
+        self.cache = cache or ShardCache()
         self.shuffle_window_samples = shuffle_window_samples
         self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
         self.crop = crop_of(preprocessing.transform)
@@ -236,8 +239,9 @@ class Mixture(IterableDataset):
             quota=assignment.quota(self.rank, number),
             done=assignment.quota(self.rank, number, step),
         )
-        if self.cache is not None and get_worker_info() is not None:
-            reader.ahead = FetchAhead(self.cache, RetryPolicy.within(self.timeout_seconds))
+        remote = any(local_path(source.shards[0]) is None for source in self.sources)
+        if remote and get_worker_info() is not None:
+            reader.ahead = ahead_of_reading(self.cache, RetryPolicy.within(self.timeout_seconds))
         streams = [self._stream(schedule, index, reader) for index in range(len(self.sources))]
         left = assignment.of_reader(number) - assignment.of_reader(
             number, step * self.batching.dga_steps
@@ -257,11 +261,9 @@ class Mixture(IterableDataset):
                     int(source): int(row[source]) for source in np.flatnonzero(row)
                 }
                 batch[-1].notes, reader.notes[:] = list(reader.notes), []
-                batch[-1].waits, reader.waits[:] = list(reader.waits), []
                 yield batch
         finally:
-            if reader.ahead is not None:
-                reader.ahead.close()
+            reader.ahead(None)
 
     def _stream(self, schedule: Schedule, index: int, reader: _Reader) -> SampleStream:
         """A reader's samples of source `index`: its quota, after the quotas of the readers before it."""
@@ -282,8 +284,9 @@ class Mixture(IterableDataset):
             fail=self.on_bad_sample == "fail",
             policy=RetryPolicy.within(
                 self.timeout_seconds,
-                watched=get_worker_info() is not None,
-                waits=lambda wait: reader.waits.append((index, wait)),
+                lambda reason: reader.notes.append(
+                    f"shards of source {source.name!r} are fetched with retries ({reason})"
+                ),
             ),
             cache=self.cache,
             ahead=reader.ahead,

@@ -4,8 +4,8 @@
     columns of captions    texts, or lists of them; a sample's `txt` has one caption a line
     all other columns      the sample's `json`, where it is wanted
 
-A reader that begins in the middle of a file skips the row groups before its first row. Of a file on a server it reads the parts
-that it needs. Rows are read by pyarrow, without threads: loader workers are forks.
+A reader that begins in the middle of a file skips the row groups before its first row. Rows are read by pyarrow, without
+threads: loader workers are forks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import shlex
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError, first_line
@@ -29,12 +29,10 @@ from open_clip_zerovl.data.columns import (
     texts_of,
 )
 from open_clip_zerovl.data.splits import split_column, split_of_word
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, ShardError, unreadable
+from open_clip_zerovl.shards.fetch import ShardCache, Unreachable, is_shard
+from open_clip_zerovl.shards.members import TEXT_EXTENSION, ShardError, unreadable, words_of
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
-from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
 from open_clip_zerovl.shards.texts import NOT_UTF8
-from open_clip_zerovl.shards.transfers import Unreachable, words_of
-from open_clip_zerovl.shards.urls import local_path
 
 ROWS_AT_ONCE = 64  # whose pictures are in memory
 _BUFFER_BYTES = 1 << 20  # of a column; without it a row group's whole column would be in memory
@@ -49,15 +47,10 @@ def pyarrow() -> Any:
     return package
 
 
-@contextmanager
-def opened(shard: str, policy: RetryPolicy) -> Iterator[Any]:
-    """The `pyarrow.parquet.ParquetFile` of a path or URL. Reading raises the errors of pyarrow and of `open_url`."""
-    with ExitStack() as stack:
-        file = local_path(shard) or stack.enter_context(RemoteStream(shard, policy))
-        # pre_buffer reads the whole file at once.
-        yield stack.enter_context(
-            pyarrow().parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-        )
+def opened(path: str) -> Any:
+    """Return the `pyarrow.parquet.ParquetFile` of a path."""
+    # pre_buffer reads the whole file at once.
+    return pyarrow().parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 @contextmanager
@@ -133,25 +126,26 @@ def open_files(
     files: Sequence[str],
     picture: str | None,
     caption: str | None,
-    policy: RetryPolicy,
+    cache: ShardCache,
     *,
     training: bool = False,
 ) -> tuple[dict[str, int], Chosen]:
-    """The rows of each file, and the columns of the first, which all have; only the files' ends are read.
+    """The rows of each file, and the columns of the first, which all have. Remote files are fetched.
 
     Args:
         picture, caption: names of the columns; None for the one with pictures' bytes and the one with a caption's name.
+        cache: the folder of fetched files.
         training: refuse held-out rows.
 
     Raises:
         UserError: a file cannot be read, or has no such columns; with `training` a column of splits with held-out rows.
     """
     captions = None if caption is None else (caption,)
-    first, columns = _open_file(files[0], picture, captions, policy, training)
+    first, columns = _open_file(files[0], picture, captions, cache, training)
     logging.info(f"{files[0]}: {columns.words}")
     with ThreadPoolExecutor(max_workers=8) as pool:
         others = pool.map(
-            lambda file: _open_file(file, columns.picture, columns.captions, policy, training)[0],
+            lambda file: _open_file(file, columns.picture, columns.captions, cache, training)[0],
             files[1:],
         )
         return dict(zip(files, [first, *others], strict=True)), columns
@@ -161,12 +155,13 @@ def _open_file(
     file: str,
     picture: str | None,
     captions: tuple[str, ...] | None,
-    policy: RetryPolicy,
+    cache: ShardCache,
     training: bool,
 ) -> tuple[int, Chosen]:
     with (
         faults_named(file, "is not a parquet file, or a broken one"),
-        opened(file, policy) as table,
+        cache.borrowed(file, check=is_shard) as path,
+        opened(path) as table,
     ):
         schema, rows = table.schema_arrow, table.metadata.num_rows
         split = split_column(schema.names)
@@ -196,7 +191,6 @@ def _open_file(
 def samples(
     file: str,
     columns: Chosen,
-    policy: RetryPolicy,
     start: int = 0,
     size: int = 0,
     *,
@@ -212,7 +206,7 @@ def samples(
     """
     count, names = 0, None if whole else dict.fromkeys([columns.picture, *columns.captions])
     try:
-        with opened(file, policy) as table:
+        with opened(file) as table:
             count = min(start, table.metadata.num_rows)
             for fields in rows_of(batches_of(table, names, start)):
                 yield f"{count:08d}", _members(fields, columns, whole)

@@ -25,13 +25,11 @@ from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.shard_reader import ShardReader
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import DroppedSample, Fault
-from open_clip_zerovl.shards.cache import FetchAhead, ShardCache
+from open_clip_zerovl.shards.fetch import RetryPolicy, ShardCache
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
-from open_clip_zerovl.shards.members import ShardError, unreadable
+from open_clip_zerovl.shards.members import ShardError, unreadable, words_of
 from open_clip_zerovl.shards.pictures import PICTURE_WORDS
-from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.texts import BadCaption, caption_of
-from open_clip_zerovl.shards.transfers import StalledShard, words_of
 from open_clip_zerovl.shards.urls import local_path
 
 _GONE_SHARDS = 8  # after this many failures of remote shards in a row, their host counts as down
@@ -85,8 +83,8 @@ class Reading:
         seed: the seed of the run.
         fail: raise UserError for a bad sample or shard, instead of replacing it.
         policy: waits and retries of its remote shards.
-        cache: keeps remote shards on a local disk; None reads them from their server.
-        ahead: fetches shards into the cache before they are read; None to fetch each when it is read.
+        cache: the folder of fetched shards.
+        ahead: called with the URL of a remote shard that will be read soon.
         every_caption: give samples all their captions, besides the one to show.
         opens: called with the number of every shard that is opened.
         notes: called with a sentence about something odd through which no sample is lost.
@@ -97,8 +95,8 @@ class Reading:
     seed: int = 0
     fail: bool = True
     policy: RetryPolicy = field(default_factory=RetryPolicy)
-    cache: ShardCache | None = None
-    ahead: FetchAhead | None = None
+    cache: ShardCache = field(default_factory=ShardCache)
+    ahead: Callable[[str], None] = _ignore
     every_caption: bool = False
     opens: Callable[[int], None] = _ignore
     notes: Callable[[str], None] = _ignore
@@ -109,8 +107,8 @@ class Reading:
 
     def announce(self, shard: int) -> None:
         """Fetch a remote shard in advance, because it will be read soon."""
-        if self.ahead is not None and local_path(self.source.shards[shard]) is None:
-            self.ahead.want(self.source.shards[shard])
+        if local_path(self.source.shards[shard]) is None:
+            self.ahead(self.source.shards[shard])
 
     def samples(self, shard: int, start: int, position: int) -> Generator[RawSample, None, None]:
         """The samples of a shard from number `start` on; the first one has this position.
@@ -118,18 +116,12 @@ class Reading:
         Raises:
             ShardError: the shard cannot be read, or holds fewer samples than were counted.
             Surplus: it has more samples than were counted.
-            UserError: no installed package opens such a URL, a pipe has stalled, several remote shards in a row do not come, or
-                a table has changed.
+            UserError: several remote shards in a row do not come, a shard's URL cannot be opened, or a table has changed.
         """
         self.opens(shard)
         try:
             with closing(_from_disk(self._open(shard, start, position), start)) as samples:
                 yield from samples
-        except StalledShard as error:
-            raise UserError(
-                f"shard {self.source.shards[shard]} of source {self.source.name!r} has stalled: {error}; check where it "
-                "comes from, or raise the loader's time-out"
-            ) from error
         except ShardError as error:
             self._raise_if_gone(error)
             raise

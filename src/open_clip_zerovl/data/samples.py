@@ -22,7 +22,6 @@ from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, ShardError, read_samples
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
-from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 
 # keys of a json; img2dataset writes `url`
@@ -50,7 +49,7 @@ def samples_of(source: Source, shard: int) -> Iterator[Sample]:
             return
         samples = read_samples(path)
         if is_parquet(where) and (columns := source.columns) is not None:
-            rows = parquet.samples(path, columns, RetryPolicy(), whole=True)
+            rows = parquet.samples(path, columns, whole=True)
             samples = itertools.starmap(Sample, rows)
         if source.picked is None:
             yield from samples

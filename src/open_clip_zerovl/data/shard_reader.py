@@ -4,10 +4,10 @@
     the same, from sample number `start` on            its index
     a selection's samples, or one for each caption      its index
     members that no index has (other fields)           its headers
-    a compressed or remote tar                         streamed from its first byte
+    a compressed tar                                   streamed from its first byte
     a parquet file                                     its rows
 
-Each way yields the same samples in the same order.
+Each way yields the same samples in the same order. A remote shard is a local file first (`shards/fetch`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from open_clip_zerovl.data.names import field_names
 from open_clip_zerovl.data.parquet import samples
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import Fault
-from open_clip_zerovl.shards.cache import ShardCache
+from open_clip_zerovl.shards.fetch import RetryPolicy, ShardCache, Unreachable, is_shard
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import (
     TEXT_EXTENSION,
@@ -40,10 +40,8 @@ from open_clip_zerovl.shards.members import (
     unreadable,
 )
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
-from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.texts import caption_lines
-from open_clip_zerovl.shards.transfers import Unreachable
-from open_clip_zerovl.shards.urls import is_parquet, local_path
+from open_clip_zerovl.shards.urls import is_parquet
 
 _READAHEAD_SAMPLES = 16  # scattered samples that the system is asked to fetch before they are read
 
@@ -58,35 +56,31 @@ class ShardReader:
     Attributes:
         source: whose shards.
         policy: retries of remote shards.
-        cache: keeps remote shards on a local disk; None reads them from their server.
+        cache: the folder of fetched shards.
         notes: called with a sentence about something odd through which no sample is lost.
     """
 
     source: Source
     policy: RetryPolicy
-    cache: ShardCache | None
+    cache: ShardCache
     notes: Callable[[str], None]
 
     def members(self, shard: int, start: int) -> Generator[EncodedPair, None, None]:
         """(key, captions, image) of each sample from number `start` on; ShardError if there are too few."""
         url = self.source.shards[shard]
-        path = local_path(url)
         with ExitStack() as stack:
-            if path is None and self.cache is not None:
-                try:
-                    path = stack.enter_context(self.cache.borrowed(url, self.policy, self.notes))
-                except Unreachable as error:
-                    raise unreadable(error) from error
+            try:
+                borrowed = self.cache.borrowed(url, self.policy, self.notes, check=is_shard)
+                path = stack.enter_context(borrowed)
+            except Unreachable as error:
+                raise unreadable(error) from error
             if is_parquet(url) and (columns := self.source.columns) is not None:
-                yield from self._of_parquet(path or url, columns, shard, start)
+                yield from self._of_parquet(path, columns, shard, start)
                 return
-            if path is not None:
-                try:
-                    yield from self._of_tar(path, shard, start)
-                    return
-                except tarfile.ReadError:
-                    pass  # compressed, or not a tar; streaming reads it or raises
-            yield from self._streamed(url, shard, start)
+            try:
+                yield from self._of_tar(path, shard, start)
+            except tarfile.ReadError:  # compressed, or not a tar; streaming reads it or raises
+                yield from self._streamed(path, shard, start)
 
     def _picked(self, shard: int) -> np.ndarray | None:
         """The numbers of the source's samples in a shard; None for all."""
@@ -106,16 +100,16 @@ class ShardReader:
         if numbers is not None and start < len(numbers):
             first, end = int(numbers[start]), int(numbers[-1]) + 1
         wanted = None if numbers is None else frozenset(numbers.tolist())
-        with closing(samples(file, columns, self.policy, first, end, whole=whole)) as rows:
+        with closing(samples(file, columns, first, end, whole=whole)) as rows:
             for number, (key, members) in enumerate(rows, start=first):
                 if wanted is None or number in wanted:
                     yield self._member(key, members)
 
-    def _streamed(self, url: str, shard: int, start: int) -> Iterator[EncodedPair]:
+    def _streamed(self, path: str, shard: int, start: int) -> Iterator[EncodedPair]:
         """`members` of any tar, read from its first byte on."""
         numbers, seen = self._picked(shard), 0
         wanted = None if numbers is None else frozenset(numbers.tolist())
-        with closing(stream_samples(url, policy=self.policy, wanted=self._wanted)) as samples:
+        with closing(stream_samples(path, wanted=self._wanted)) as samples:
             for number, (key, members) in enumerate(samples):
                 if wanted is not None and number not in wanted:
                     continue

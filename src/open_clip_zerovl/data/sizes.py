@@ -18,28 +18,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.threads import call_within
-from open_clip_zerovl.shards.remote import RetryPolicy, open_url
-from open_clip_zerovl.shards.transfers import Unreachable
+from open_clip_zerovl.shards.fetch import RetryPolicy, ShardCache, Unreachable
 from open_clip_zerovl.shards.urls import is_command, local_path
 from open_clip_zerovl.shards.writing import SIZES_FILE, parse_sizes, read_sizes
 
 # the end of a path or URL that names a tar
 _TAR = re.compile(r"(?P<name>[^/?]+\.(?:tar|tgz)\b[^/?]*)(?P<query>\?.*)?$")
-_LARGEST_BYTES = 1 << 26  # of a remote sizes.json
 
 
 def listed_sizes(
-    shards: Sequence[str], file: str | None = None, *, seconds: float = 0
+    shards: Sequence[str], file: str | None = None, cache: ShardCache | None = None
 ) -> dict[str, int]:
     """Shard -> samples, for the shards that a `sizes.json` lists.
 
     Args:
         file: one file for all shards, listed there by file name; None for the file beside each shard.
-        seconds: time that a remote file may take; 0 for any time.
+        cache: the folder of fetched files.
 
     Raises:
-        UserError: an unreadable file, wrong numbers, or a remote file that takes longer.
+        UserError: an unreadable file, wrong numbers, or a server that does not answer.
     """
     tables: dict[str, dict[str, int]] = {}
     known: dict[str, int] = {}
@@ -49,7 +46,7 @@ def listed_sizes(
         if place is None:
             continue
         if place not in tables:
-            tables[place] = _read(place, seconds)
+            tables[place] = _read(place, cache or ShardCache())
         if name in tables[place]:
             known[shard] = tables[place][name]
     return known
@@ -83,38 +80,19 @@ def _words(command: str) -> list[str]:
         return []
 
 
-def _read(place: str, seconds: float) -> dict[str, int]:
+def _read(place: str, cache: ShardCache) -> dict[str, int]:
     path = local_path(place)
-    if path is not None:
-        if os.path.basename(path) == SIZES_FILE:
-            return read_sizes(os.path.dirname(path) or ".") or {}
-        return parse_sizes(Path(path).read_bytes(), path)
+    if path is not None and os.path.basename(path) == SIZES_FILE:
+        return read_sizes(os.path.dirname(path) or ".") or {}
+    if is_command(place):
+        return {}  # no command is run here
     try:
-        content = _fetch(place, seconds)
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
+        with cache.borrowed(place, RetryPolicy()) as path:
+            return parse_sizes(Path(path).read_bytes(), place)
+    except Unreachable as error:
+        if error.passing:
+            raise UserError(
+                f"{place} could not be fetched ({error}); check the host, or name a local copy (SHARDS@/path/{SIZES_FILE})"
+            ) from error
         logging.warning(f"{place} cannot be read ({error}).")
         return {}
-    return parse_sizes(content, place) if content else {}  # empty where the server has no such file
-
-
-def _fetch(url: str, seconds: float) -> bytes:
-    """The content behind a URL, read in a thread, since not every opener has a time-out."""
-    if is_command(url):
-        return b""  # no command is run here
-
-    def read() -> bytes:
-        with open_url(url, RetryPolicy.within(seconds)) as file:
-            return file.read(_LARGEST_BYTES)
-
-    try:
-        return call_within(seconds, read, "sizes")
-    except (TimeoutError, Unreachable) as error:
-        if isinstance(error, Unreachable) and not error.passing:
-            raise
-        late = f" ({error})" if isinstance(error, Unreachable) else ""
-        raise UserError(
-            f"{url} could not be fetched{f' within {seconds:g} s' if seconds else ''}{late}; check the host, "
-            f"or name a local copy (SHARDS@/path/{SIZES_FILE})"
-        ) from error

@@ -43,10 +43,10 @@ from open_clip_zerovl.data.selection import Selection, load_selection
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.splits import require_training, shards_of_split
 from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, open_table
+from open_clip_zerovl.shards.fetch import ShardCache, check_openable
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import BYTES_BEHIND, ShardError, locate_samples, stream_samples
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
-from open_clip_zerovl.shards.remote import RetryPolicy, check_openable
 from open_clip_zerovl.shards.urls import REMOTE, is_parquet, local_path
 from open_clip_zerovl.shards.writing import SHARD_COUNT
 
@@ -120,7 +120,7 @@ def parse_sources(
     captions: str | None = None,
     table_format: CsvFormat | None = None,
     on_bad_sample: str = "replace",
-    timeout_seconds: float = 600,
+    cache: ShardCache | None = None,
     evaluation: bool = False,
     split: str = "train",
 ) -> tuple[Source, ...]:
@@ -138,7 +138,7 @@ def parse_sources(
         table_format: format of tables and columns of parquet files, if their header does not show them.
         on_bad_sample: "fail" refuses torn shards. "replace" counts the samples before the tear, and treats missing shards that
             a `sizes.json` lists as lost, both with a warning.
-        timeout_seconds: time that the `sizes.json` of remote shards may take; 0 for any time.
+        cache: the folder of fetched files; None for the one in the user's cache.
         evaluation: the sources are read to evaluate a model, and may be retrieval sets; training refuses those.
         split: the split that is read of an output of `zerovl data pack`, and of tables and shards that have several; with
             `evaluation` all of these unless it is test or val.
@@ -156,7 +156,7 @@ def parse_sources(
         captions,
         table_format,
         on_bad_sample == "fail",
-        timeout_seconds,
+        cache or ShardCache(),
         evaluation,
         split,
     )
@@ -187,7 +187,7 @@ class _Opening(NamedTuple):
     captions: str | None
     table_format: CsvFormat | None
     strict: bool
-    timeout_seconds: float
+    cache: ShardCache
     evaluation: bool
     split: str
 
@@ -399,9 +399,7 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
     parquet = [shard for shard in dict.fromkeys(shards) if is_parquet(shard)]
     tars = [shard for shard in shards if not is_parquet(shard)]
     known = (
-        {}
-        if each_caption
-        else listed_sizes(shards if sizes_file else tars, sizes_file, seconds=how.timeout_seconds)
+        {} if each_caption else listed_sizes(shards if sizes_file else tars, sizes_file, how.cache)
     )
     missing = [
         shard
@@ -428,9 +426,8 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         )
     columns, style = None, how.table_format or CsvFormat()
     if parquet:
-        policy = RetryPolicy.within(how.timeout_seconds)
         rows, columns = open_files(
-            parquet, style.image_key, style.caption_key, policy, training=not how.evaluation
+            parquet, style.image_key, style.caption_key, how.cache, training=not how.evaluation
         )
         logging.info(
             f"Source {name}: pictures in {columns.picture!r}, captions in {listed(columns.captions)}."

@@ -1,4 +1,4 @@
-"""Samples that a run loses to bad data, and its waits for remote shards: counted by source and reason, warned of once.
+"""Samples that a run loses to bad data: counted by source and reason, warned of once.
 
 Workers deliver a `BatchReport` with each batch; the training process adds them up in `DataStats`, which ends a run that loses
 too many samples.
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from open_clip_zerovl.core.errors import UserError, printable
-from open_clip_zerovl.shards.remote import Wait
 
 # The least denominator of the share of lost samples within an epoch: one broken shard at its beginning must not end a run.
 JUDGED_SAMPLES = 100_000
@@ -61,46 +60,27 @@ class BatchReport:
         delivered: source -> samples in the batch, replaced ones included.
         dropped: one entry for each replaced sample.
         notes: sentences about odd things through which no sample is lost.
-        waits: (source, retries of one of its shards).
         full: source -> samples whose caption fills the text tower's context.
     """
 
     delivered: dict[int, int] = field(default_factory=dict)
     dropped: list[DroppedSample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    waits: list[tuple[int, Wait]] = field(default_factory=list)
     full: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
-class Retries:
-    """Retries of a source's shards in an epoch: how many shards had some, their seconds, and reason -> retries."""
-
-    shards: int = 0
-    seconds: float = 0.0
-    reasons: Counter[str] = field(default_factory=Counter)
-
-    def add(self, shards: int, seconds: float, reasons: Mapping[str, int]) -> None:
-        """Count retries of several shards."""
-        self.shards += shards
-        self.seconds += seconds
-        self.reasons.update(reasons)
-
-
-@dataclass
 class EpochStats:
-    """Samples that one rank, or all ranks, have delivered and lost in an epoch, and their waits.
+    """Samples that one rank, or all ranks, have delivered and lost in an epoch.
 
     Attributes:
         delivered: source -> samples, replaced ones included.
         lost: source -> reason -> samples.
-        waited: source -> retries of its shards.
         full: source -> samples whose caption fills the text tower's context.
     """
 
     delivered: Counter[str] = field(default_factory=Counter)
     lost: dict[str, Counter[str]] = field(default_factory=dict)
-    waited: dict[str, Retries] = field(default_factory=dict)
     full: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: EpochStats) -> None:
@@ -109,10 +89,6 @@ class EpochStats:
         self.full.update(other.full)
         for name, reasons in other.lost.items():
             self.lost.setdefault(name, Counter()).update(reasons)
-        for name, waited in other.waited.items():
-            self.waited.setdefault(name, Retries()).add(
-                waited.shards, waited.seconds, waited.reasons
-            )
 
 
 @dataclass
@@ -144,7 +120,7 @@ class DataStats:
         self.totals = dict(zip(self.names, totals, strict=True))
 
     def add(self, report: BatchReport) -> None:
-        """Count a batch, and warn of new kinds of losses and waits.
+        """Count a batch, and warn of new kinds of losses.
 
         Raises:
             UserError: a source has lost too many samples, whatever the rest of the epoch brings.
@@ -161,13 +137,6 @@ class DataStats:
             )
         for note in report.notes:
             self._warn(f"{note[:1].upper()}{note[1:]}.", note)
-        for source, wait in report.waits:
-            epoch.waited.setdefault(names[source], Retries()).add(1, wait.seconds, wait.reasons)
-            self._warn(
-                f"Source {names[source]}: {wait.shard} took {_retries(wait.reasons)} and {wait.seconds:.0f} s. Further ones of "
-                "this kind are only counted.",
-                *(("wait", source, reason) for reason in wait.reasons),
-            )
         for name in {names[drop.source] for drop in report.dropped}:
             self._judge(name, epoch.lost[name], epoch.delivered[name])
 
@@ -191,7 +160,7 @@ class DataStats:
     def close_epoch(
         self, all_ranks: Iterable[EpochStats] | None = None, *, log: bool = True
     ) -> None:
-        """Log the epoch's losses, cut captions and waits, and check the losses against `max_bad_share`.
+        """Log the epoch's losses and cut captions, and check the losses against `max_bad_share`.
 
         Args:
             all_ranks: the numbers of every rank; None for this rank alone.
@@ -209,11 +178,6 @@ class DataStats:
             self._judge(name, reasons, whole.delivered[name])
 
     def _log(self, whole: EpochStats) -> None:
-        for name, waited in sorted(whole.waited.items()):
-            logging.warning(
-                f"Source {name}: {waited.shards} of the shards opened in this epoch took {_retries(waited.reasons)} and "
-                f"{waited.seconds:.0f} s of its readers."
-            )
         for name, count in sorted(whole.full.items()):
             share = count / whole.delivered[name]
             if share >= FULL_SHARE:
@@ -227,12 +191,6 @@ class DataStats:
             logging.warning(
                 f"Source {name}: {total} of {delivered} samples ({total / delivered:.2%}) were replaced ({_listed(reasons)})."
             )
-
-
-def _retries(reasons: Mapping[str, int]) -> str:
-    """ "3 retries (2 cut off, 1 server answered 503)" """
-    count = sum(reasons.values())
-    return f"{count} {'retry' if count == 1 else 'retries'} ({_listed(reasons)})"
 
 
 def _listed(reasons: Mapping[str, int]) -> str:

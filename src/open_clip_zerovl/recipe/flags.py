@@ -125,16 +125,16 @@ class SourceFlags:
     )
     shard_cache: str | None = flag(
         None,
-        "keep remote shards in DIR, on a local disk: each is fetched once and read from there",
+        "the folder of fetched remote shards, on a local disk (default: the user's cache)",
         metavar="DIR",
         needs=(_NAMED_SOURCES,),
     )
     shard_cache_gib: float = flag(
         100.0,
-        "GiB that --shard-cache may take; the least recently read shards make room",
+        "GiB that fetched shards may take; the least recently read ones make room",
         metavar="N",
         range=POSITIVE,
-        needs=(Requirement("--shard-cache", lambda given: given.shard_cache is not None),),
+        needs=(_NAMED_SOURCES,),
     )
 
 

@@ -41,9 +41,7 @@ from open_clip_zerovl.shards.headers import (
     walk_tar,
 )
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
-from open_clip_zerovl.shards.remote import RetryPolicy, open_url
 from open_clip_zerovl.shards.texts import BadCaption, caption_lines, caption_of
-from open_clip_zerovl.shards.transfers import words_of
 
 #: The order in which CLIP_benchmark looks for the picture. Retrieval sets keep it on purpose: both programs score the same.
 CLIP_BENCHMARK_ORDER = tuple(dict.fromkeys(("webp", "png", "jpg", "jpeg", *IMAGE_EXTENSIONS)))
@@ -277,7 +275,7 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
                         },
                     )
         except tarfile.ReadError:  # compressed, or no tar
-            for key, files in stream_samples(f"file:{os.fspath(path)}", wanted=None):
+            for key, files in stream_samples(path, wanted=None):
                 yield Sample(key, cast(dict[str, bytes], files))
     except (ShardError, OSError) as error:
         raise UserError(
@@ -286,29 +284,26 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
 
 
 def stream_samples(
-    url: str, *, policy: RetryPolicy | None = None, wanted: Collection[str] | None = WANTED
+    path: str | os.PathLike[str], *, wanted: Collection[str] | None = WANTED
 ) -> Generator[tuple[str, dict[str, bytes | None]], None, None]:
-    """The samples of any tar, read from beginning to end: (key, {suffix: content}); content None for suffixes not wanted.
+    """Yield (key, {suffix: content}) of the samples of any local tar, read from beginning to end; content None if not wanted.
 
     Args:
-        policy: how long a remote shard is waited for.
         wanted: suffixes whose content is read; None for all.
 
     Raises:
         ShardError: the tar is unreadable or torn; `readable` samples were yielded before.
-        UserError: no installed package opens such a URL.
-        StalledShard: see `RetryPolicy.command_seconds`.
     """
-    with closing(_counted(group(_contents(url, policy, wanted)))) as samples:
+    with closing(_counted(group(_contents(path, wanted)))) as samples:
         yield from samples
 
 
 def _contents(
-    url: str, policy: RetryPolicy | None, wanted: Collection[str] | None
+    path: str | os.PathLike[str], wanted: Collection[str] | None
 ) -> Iterator[tuple[str, bytes | None]]:
     # By default tarfile reads 10 KiB at a time and joins the parts; pictures are larger.
     with (
-        open_url(url, policy) as stream,
+        open(path, "rb") as stream,
         tarfile.open(fileobj=_decompressed(stream), mode="r|*", bufsize=1 << 17) as tar,
     ):
         for member in _files(tar):
@@ -322,7 +317,6 @@ def _contents(
             elif wanted is None or suffix in wanted:
                 content = cast(Any, tar.extractfile(member)).read()
             yield member.name, content
-        # A transfer that fails behind the end mark has brought all members.
         with suppress(OSError, EOFError, zlib.error, lzma.LZMAError):
             require_ended(cast(Any, tar.fileobj).read, tar.offset)
 
@@ -384,6 +378,12 @@ def opened(path: str | os.PathLike[str]) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def words_of(error: BaseException) -> str:
+    """Return the message of an error, or its type's name."""
+    message = error.args[-1] if isinstance(error, OSError) and error.args else error
+    return str(message) or type(error).__name__
 
 
 def unreadable(error: OSError) -> ShardError:

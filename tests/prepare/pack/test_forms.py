@@ -383,9 +383,10 @@ def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
                 == (tmp_path / "remote" / tar.relative_to(tmp_path / "local")).read_bytes()
             )
         shutil.rmtree(tmp_path / "remote.parquet")
-        server.faults["1.parquet"] = ["open:100"]
+        server.faults["1.parquet"] = ["403"]
         with pytest.raises(
-            UserError, match=r"1\.parquet cannot be fetched \(cut off\); check it, and call again"
+            UserError,
+            match=r"1\.parquet cannot be fetched \(server answered 403\); check it, and call again",
         ):
             packed(address, out="remote", **SPLIT)
         assert (

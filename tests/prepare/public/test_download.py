@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import socket
 import subprocess
 import time
@@ -23,7 +22,7 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.prepare.public import download, manifest, pairs
-from open_clip_zerovl.prepare.public.download import Downloader, Limits, fetch_file
+from open_clip_zerovl.prepare.public.download import Downloader, Limits
 from open_clip_zerovl.prepare.public.inputs import PictureStore
 from open_clip_zerovl.prepare.public.lists import prepare_list
 from open_clip_zerovl.prepare.public.pairs import Work
@@ -31,7 +30,6 @@ from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_p
 from open_clip_zerovl.prepare.public.spool import Spool
 from open_clip_zerovl.shards.archives import open_member
 from open_clip_zerovl.shards.members import read_samples
-from open_clip_zerovl.shards.remote import RetryPolicy
 from support.hostile_server import hostile_server, photo
 
 LIMITS = Limits(idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000, private_redirects=True)
@@ -421,53 +419,6 @@ def test_originals_can_be_kept_and_are_still_checked():
     assert encode_picture(photo(1, format="GIF", mode="P"), keep).extension == "jpg"
     with pytest.raises(Failure, match="picture too large"):
         encode_picture(photo(1, 900, 700), Encoding(max_pixels=100_000))
-
-
-# ------------------------------------------------------------------------------------------------------------ files
-
-
-def test_a_large_file_is_resumed_where_it_stopped(tmp_path):
-    content = os.urandom(300_000)
-    asked = []
-
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-    from threading import Thread
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
-        def do_GET(self):
-            asked.append(self.headers.get("Range"))
-            begin = int((asked[-1] or "bytes=0-")[6:-1])
-            self.send_response(206 if asked[-1] else 200)
-            self.send_header("Content-Length", str(len(content) - begin))
-            self.end_headers()
-            self.wfile.write(content[begin : begin + 120_000])  # breaks off twice
-            time.sleep(
-                0.3
-            )  # a reader drops the bytes that it has not taken when a connection breaks
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as files:
-        Thread(target=files.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{files.server_address[1]}/annotations.zip"
-        policy = RetryPolicy(retries=2, first_wait_seconds=0.01, stall_seconds=1)
-        path = tmp_path / "annotations.zip"
-        fetch_file(url, path, policy=policy, progress=False)
-        assert path.read_bytes() == content
-        assert asked == [None, "bytes=120000-", "bytes=240000-"]
-        assert fetch_file(url, path, progress=False) is None and len(asked) == 3
-        files.shutdown()
-    with pytest.raises(UserError, match=r"cannot be fetched .* --source"):
-        fetch_file(url, tmp_path / "other", policy=policy, progress=False)
-
-
-def test_a_large_file_begins_again_on_a_server_that_sends_no_parts(tmp_path, server):
-    """The bytes of an earlier call may be those of another version of the file."""
-    (tmp_path / "file.part").write_bytes(b"older bytes")
-    for name in ("other", "file"):
-        fetch_file(server.url("good", 3), tmp_path / name, progress=False)
-    assert (tmp_path / "file").read_bytes() == (tmp_path / "other").read_bytes()
 
 
 def test_wrong_certificates_are_refused_unless_allowed(tmp_path):

@@ -33,7 +33,6 @@ from open_clip_zerovl.prepare.pack.places import Places, public_name
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow, Reader
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
-from open_clip_zerovl.shards.remote import RetryPolicy
 from open_clip_zerovl.shards.texts import encoding_of
 
 _LOOKED_AT = 100  # objects of a JSON file, for the names of columns
@@ -386,7 +385,7 @@ class ArrowReader(ColumnReader):
             file, fault.format(form=self.form if self.form == "parquet" else "Arrow")
         ):
             if self.form == "parquet":
-                with parquet.opened(str(file), RetryPolicy()) as table:
+                with parquet.opened(str(file)) as table:
                     yield table
                 return
             with arrow.memory_map(str(file)) as source:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -11,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import did_you_mean, write_atomically
+from open_clip_zerovl.core.files import did_you_mean
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_of_name
@@ -24,10 +23,8 @@ from open_clip_zerovl.prepare.pack.columned import (
 )
 from open_clip_zerovl.prepare.pack.rows import Columns, Reader
 from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels
-from open_clip_zerovl.prepare.public.download import fetch_file
+from open_clip_zerovl.shards.fetch import Unreachable, fetch_file, is_current
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, walk
-from open_clip_zerovl.shards.remote import RetryPolicy, identity_of
-from open_clip_zerovl.shards.transfers import Unreachable
 from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path
 
 FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
@@ -73,41 +70,30 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
     ):
         return text
     place = folder / digest_of(address)[:16]
-    identities = place.with_suffix(".json")
-    known = json.loads(identities.read_text(encoding="utf-8")) if identities.is_file() else {}
     answers = True
     for number, url in enumerate(expand_shards(address)):
         file = place / f"{number:05d}-{url.rpartition('/')[2]}"
         if file.is_file():
-            answers = answers and _require_same(url, file, known.get(file.name), say)
+            answers = answers and _require_same(url, file, say)
             continue
         say(f"fetching {url} to {file}")
-        file.with_name(f"{file.name}.part").unlink(missing_ok=True)  # it may be of another version
-        known[file.name] = fetch_file(
-            url,
-            file,
-            policy=RetryPolicy(),
-            progress=False,
-            advice="check it, and call again: fetched files are kept",
-        )
+        fetch_file(url, file, advice="check it, and call again: fetched files are kept")
         os.utime(file, (0, 0))  # fetched again it is the same input
-        write_atomically(identities, json.dumps(known, indent=1) + "\n")
     return f"{name}{place}"
 
 
-def _require_same(url: str, file: Path, identity: str | None, say: Callable[[str], None]) -> bool:
+def _require_same(url: str, file: Path, say: Callable[[str], None]) -> bool:
     """False if the server does not answer. UserError if it has another file than the one that was fetched."""
     try:
-        now = identity_of(url, RetryPolicy())
+        if is_current(url, file):
+            return True
     except Unreachable as error:
         say(f"{url} cannot be asked whether it has changed ({error}); the fetched files are used")
         return False
-    if None not in (identity, now) and now != identity:
-        raise UserError(
-            f"{url} has changed since it was fetched to {file}; remove {file.parent} and pack into another --out, or give "
-            "that folder in place of the address"
-        )
-    return True
+    raise UserError(
+        f"{url} has changed since it was fetched to {file}; remove {file.parent} and pack into another --out, or give "
+        "that folder in place of the address"
+    )
 
 
 def open_input(

@@ -306,7 +306,7 @@ class TarReader(SampleReader):
                     }
                     yield key, "{}#{}+{}".format(file, *extent) if extent else "", None, texts
         except tarfile.ReadError:  # compressed, or no tar
-            samples = stream_samples(f"file:{file}", wanted=None)
+            samples = stream_samples(file, wanted=None)
             for number, (key, files) in enumerate(samples, start=1):
                 picture = image_of(files)
                 yield key, f"{file}#{number}" if picture else "", picture, files

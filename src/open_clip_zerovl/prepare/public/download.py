@@ -1,6 +1,6 @@
-"""Pictures and files from the web, from hosts that are slow, gone, or answer with something else.
+"""Pictures from the web, from hosts that are slow, gone, or answer with something else.
 
-Time, bytes and redirects of a transfer are bounded by aiohttp, on the event loop that fsspec keeps for remote shards. A
+Time, bytes and redirects of a transfer are bounded by aiohttp, on fsspec's event loop. A
 transfer either ends as the host ended it, or raises `Failure`, which has a constant reason to count by and tells callers
 whether a retry may help.
 """
@@ -13,20 +13,13 @@ import ipaddress
 import socket
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from tqdm.auto import tqdm
-
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure, Unannounced
-from open_clip_zerovl.shards.members import lacks_end
-from open_clip_zerovl.shards.remote import RemoteStream, RetryPolicy
-from open_clip_zerovl.shards.transfers import Unreachable, announces_end
+from open_clip_zerovl.shards.fetch import announces_end
 
 if TYPE_CHECKING:  # imported where it is used: the flags below are shown by `--help`
     from aiohttp import TCPConnector
@@ -193,65 +186,3 @@ def _explained(error: BaseException) -> Failure | None:
         if isinstance(error, kind) or isinstance(cause, kind)
     )
     return next(failures, None)
-
-
-BY_OTHER_MEANS = (
-    "give its path with --source, or try again later; the part that was fetched is kept"
-)
-
-
-def fetch_file(
-    url: str,
-    path: Path,
-    *,
-    policy: RetryPolicy | None = None,
-    progress: bool = True,
-    advice: str = BY_OTHER_MEANS,
-) -> str | None:
-    """Fetch one large file (annotations, a zip of pictures, parquet), from where an earlier call stopped; returns its identity
-    on the server (see `Transfer`), None if that is unknown or the file was there.
-
-    Until it is whole it is called `NAME.part`. An existing file is not fetched again. If several processes share a
-    dataset, the first one fetches, and the other ones wait and find the file.
-
-    Args:
-        policy: retries; None for four.
-        advice: the end of the sentence.
-
-    Raises:
-        UserError: every attempt failed; the sentence names the URL and the last reason.
-    """
-    part, identity = path.with_name(path.name + ".part"), None
-    with locked(path.parent, name=f".{path.name}.lock"):
-        while not path.is_file():
-            try:
-                identity = _go_on(url, part, policy or RetryPolicy(retries=4), progress)
-                part.replace(path)
-            except Unreachable as error:
-                # the part is as long as the file
-                if error.reason == "server answered 416" and part.stat().st_size:
-                    part.unlink()
-                    continue
-                raise UserError(f"{url} cannot be fetched ({error}); {advice}") from error
-    return identity
-
-
-def _go_on(url: str, part: Path, policy: RetryPolicy, progress: bool) -> str | None:
-    """Fetch the rest of a file, or all of it if the server sends no parts; returns its identity."""
-    with open(part, "ab") as file, RemoteStream(url, policy, position=file.tell()) as stream:
-        stream.open()
-        file.truncate(stream.position)
-        with tqdm(
-            desc=part.stem,
-            total=stream.total,
-            initial=stream.position,
-            unit="B",
-            unit_scale=True,
-            disable=not progress,
-        ) as bar:
-            while piece := stream.read(_PIECE_BYTES):
-                bar.update(file.write(piece))
-    if stream.unannounced and lacks_end(part):
-        part.unlink()
-        raise Unreachable("cut off", "cut off", True)
-    return stream.identity

@@ -15,9 +15,9 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.core.identity import sha256_of
-from open_clip_zerovl.prepare.public.download import fetch_file
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.archives import BROKEN_ARCHIVE, find_member
+from open_clip_zerovl.shards.fetch import fetch_file
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, picture_files
 
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
@@ -71,7 +71,10 @@ def locate(
         raise UserError(f"{BY_HAND[dataset]}.")
     paths = [folder / url.rpartition("/")[2] for url in OFFICIAL[dataset]]
     for url, path in zip(OFFICIAL[dataset], paths, strict=True):
-        fetch_file(url, path, progress=progress)
+        advice = (
+            "give its path with --source, or try again later; the part that was fetched is kept"
+        )
+        fetch_file(url, path, advice=advice, progress=progress)
     return paths
 
 

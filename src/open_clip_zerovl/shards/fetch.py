@@ -1,0 +1,684 @@
+"""Remote shards as local files: fetched whole, once a machine, continued where a transfer broke, kept up to a size.
+
+    https:, http:, hf:     a server, which is asked for the rest of a file (Range) and names its version (ETag)
+    s3:, gs: ...           a store that fsspec opens
+    pipe:COMMAND           the output of a command, which runs again from its beginning
+
+    DIR/3f9c2a71-00012.tar/       one remote shard in a cache
+        8d02e1b6-00012.tar        the whole file, with the hash of its version
+        part, room                what has come of a file, and an empty file of the length that it will have
+        version                   of the whole file or of the part; modified when the server was last asked for it
+        fetching                  locked by the process that asks and fetches
+        lock                      locked by readers (shared), or to remove the files; modified at the last use
+
+Locks end with the process that holds them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import http.client
+import os
+import queue
+import random
+import re
+import secrets
+import select
+import shutil
+import socket
+import ssl
+import subprocess
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, unquote
+from urllib.request import Request, urlopen
+
+from tqdm.auto import tqdm
+
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.files import lock_file, locked, user_cache
+from open_clip_zerovl.shards.members import lacks_end
+from open_clip_zerovl.shards.urls import HTTP, is_command, local_path
+
+_BLOCK_BYTES = 1 << 20
+_ROOM_BYTES = 1 << 26  # reserved at a time where the length is unknown
+_PROGRESS_BYTES = 1 << 16  # new bytes after which the count of retries begins again
+_SLOWEST_BYTES_PER_SECOND = 1024
+_COMMAND_RETRIES = 3  # a command may have its own retries besides
+_OTHER_FILE = "no tar or parquet"
+_OTHER_FILES = 3  # attempts at a file that comes whole and is no shard
+# Types of an error, the reason in a few words, and whether a retry may help.
+_REASONS: tuple[tuple[Any, str, bool], ...] = (
+    (ssl.SSLCertVerificationError, "bad certificate", False),
+    (FileNotFoundError, "no such file", False),
+    (PermissionError, "no permission", False),
+    (TimeoutError, "server sent nothing", True),
+    ((ConnectionRefusedError, socket.gaierror), "no connection", True),
+    ((ConnectionError, http.client.HTTPException), "cut off", True),
+)
+
+
+class Unreachable(OSError):
+    """A remote file does not come.
+
+    Attributes:
+        passing: whether another attempt might help; False where the server has no such file.
+    """
+
+    def __init__(self, message: str, passing: bool) -> None:
+        super().__init__(message)
+        self.passing = passing
+
+
+class _Broken(Exception):
+    """An attempt failed; the message is the reason."""
+
+
+def _ignore(_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Waits and retries of one process for the shards of one source.
+
+    Retries are made once in an outage: after a shard has failed with all its retries, the next shards get no retry until one
+    succeeds.
+
+    Attributes:
+        retries: without progress in between.
+        first_wait_seconds, longest_wait_seconds: wait before the first retry, and the limit of its doubling.
+        stall_seconds: time without a byte after which a server is asked again.
+        command_seconds: time without a byte after which a command ends the run; 0 waits for ever.
+        retried: called with the reason of each retry.
+        failed: files that have failed since the last success -> why, in the order in which they were asked for.
+    """
+
+    retries: int = 8
+    first_wait_seconds: float = 0.5
+    longest_wait_seconds: float = 30
+    stall_seconds: float = 30
+    command_seconds: float = 600
+    retried: Callable[[str], None] = _ignore
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def within(
+        cls, timeout_seconds: float, retried: Callable[[str], None] = _ignore
+    ) -> RetryPolicy:
+        """Return the policy that gives up before a loader's time-out ends the run; 0 for no time-out."""
+        # 8 waits and 9 stalls
+        limit = min(30, timeout_seconds / 20) if timeout_seconds else 30
+        return cls(
+            longest_wait_seconds=limit,
+            stall_seconds=limit,
+            command_seconds=timeout_seconds,
+            retried=retried,
+        )
+
+
+@dataclass(frozen=True)
+class ShardCache:
+    """A folder of remote shards on a local disk, shared by all processes of the machine.
+
+    Attributes:
+        folder: by default in the user's cache.
+        limit_bytes: the largest size of all its files together.
+        since: a server is asked whether a shard has changed if it was last asked before this time. By default the time at which
+            this object is made, so that each run asks once a shard.
+    """
+
+    folder: str = field(default_factory=lambda: str(user_cache("open_clip_zerovl") / "shards"))
+    limit_bytes: int = 100 << 30
+    since: float = field(default_factory=time.time)
+
+    @contextmanager
+    def borrowed(
+        self,
+        url: str,
+        policy: RetryPolicy | None = None,
+        notes: Callable[[str], None] = _ignore,
+        *,
+        check: Callable[[Path], bool] | None = None,
+    ) -> Iterator[str]:
+        """Yield the path of a file that is kept until the block ends: a local one, or the fetched copy of a remote one.
+
+        Args:
+            notes: called with a sentence where a server does not answer whether a file has changed.
+            check: says whether a file that came whole is the right one, as `is_shard`; None takes any.
+
+        Raises:
+            Unreachable: the file does not come.
+            UserError: the cache cannot be written, or is full of shards that are being read.
+        """
+        path = local_path(url)
+        if path is not None:
+            yield path
+            return
+        # A hash of the URL, which may hold a token.
+        name = re.sub(r"[^\w.-]", "_", url.partition("?")[0].rstrip("/ ").rpartition("/")[2])[-60:]
+        folder = Path(self.folder, f"{_hash(url)}-{name}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            Path(folder, "lock").touch()
+            held = lock_file(folder / "lock", shared=True)
+        except OSError as error:
+            raise UserError(
+                f"the shard cache {self.folder} cannot be used ({error.strerror}): give another folder with --shard-cache"
+            ) from error
+        assert held is not None  # nobody removes the file
+        policy = policy or RetryPolicy()
+        transfer = _Transfer(
+            url, folder / "part", folder / "version", policy, check, reserve=self._reserve
+        )
+        try:
+            with locked(folder, name="fetching"):
+                whole = Path(folder, f"{_hash(transfer.version)}-{name}")
+                if not whole.is_file() or self._changed(transfer, notes):
+                    transfer.run()
+                    whole = Path(folder, f"{_hash(transfer.version)}-{name}")
+                    transfer.part.replace(whole)
+                    Path(folder, "room").unlink(missing_ok=True)
+            yield str(whole)
+        finally:
+            os.close(held)
+
+    def _changed(self, transfer: _Transfer, notes: Callable[[str], None]) -> bool:
+        """Return whether the server has another version. It is asked once a run; a command runs again in each."""
+        if transfer.mark.stat().st_mtime >= self.since:
+            return False
+        if is_command(transfer.url):
+            return True
+        current = True
+        try:
+            current = transfer.is_current()
+        except Unreachable as error:
+            notes(
+                f"shards are taken from the cache without asking whether they have changed ({error})"
+            )
+        transfer.mark.touch()
+        return not current
+
+    def _reserve(self, folder: Path, size: int, seconds: float) -> None:
+        """Reserve `size` bytes for a shard. The least recently used ones that nobody reads make room.
+
+        Raises:
+            UserError: there is no room for `seconds`.
+        """
+        begin = time.monotonic()
+        while True:
+            with locked(self.folder, name=".lock"):
+                Path(folder, "room").touch()
+                os.truncate(folder / "room", size)
+                used = {each: _used(each) for each in Path(self.folder).iterdir() if each.is_dir()}
+                over = sum(used.values()) - self.limit_bytes
+                over = max(over, size - shutil.disk_usage(folder).free)
+                for each in sorted(used, key=_last_use):
+                    if over > 0 and _remove(each):
+                        over -= used[each]
+                if over <= 0:
+                    return
+                Path(folder, "room").unlink()
+            if time.monotonic() - begin > seconds:
+                raise UserError(
+                    f"the shard cache {self.folder} of {self.limit_bytes / 2**30:.3g} GiB has no room for a shard of "
+                    f"{size / 2**30:.3g} GiB besides those that are being read (each loader process reads a shard of each "
+                    "source): raise --shard-cache-gib, or give a larger disk with --shard-cache"
+                )
+            time.sleep(0.1)
+
+
+def _last_use(folder: Path) -> float:
+    lock = folder / "lock"
+    return lock.stat().st_mtime if lock.exists() else 0.0
+
+
+def _used(folder: Path) -> int:
+    """Return the bytes of a shard's files; of one that is being fetched those that it will have."""
+    whole = part = 0
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if file.name in ("room", "part"):
+                part = max(part, file.stat().st_size)
+            elif file.is_file():
+                whole += file.stat().st_size
+    return whole + part
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a shard's files unless a process reads them; returns whether it has."""
+    held = lock_file(folder / "lock", wait=False, create=True)
+    if held is None:
+        return False
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in ("lock", "fetching"):
+            path.unlink()
+    os.close(held)
+    return True
+
+
+def ahead_of_reading(cache: ShardCache, policy: RetryPolicy) -> Callable[[str | None], None]:
+    """Start a thread that fetches shards one after the other, without retries, which are their reader's.
+
+    Only in a process that does not fork: a child would inherit the lock on a shard that is being fetched.
+
+    Returns:
+        A function that takes the URL of a shard to fetch; with None the thread ends after the shard that it fetches.
+    """
+    policy = replace(policy, retries=0, retried=_ignore, failed={})
+    wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        for url in iter(wanted.get, None):
+            with suppress(UserError, OSError), cache.borrowed(url, policy, check=is_shard):
+                pass
+
+    threading.Thread(target=run, daemon=True, name="shards ahead").start()
+    return wanted.put
+
+
+def is_shard(path: Path) -> bool:
+    """Return whether a file begins as a tar, compressed or not, or as parquet; not so a web page in place of a shard."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"PAR1" or tarfile.is_tarfile(path)
+    except (
+        Exception
+    ):  # tarfile raises errors of any type for bytes that only begin like a compressed tar
+        return False
+
+
+def fetch_file(
+    url: str, path: Path, *, advice: str, progress: bool = False, policy: RetryPolicy | None = None
+) -> None:
+    """Fetch one file, from where an earlier call stopped. Of several processes one fetches, and the others find the file.
+
+    Args:
+        advice: the end of the sentence.
+
+    Raises:
+        UserError: it does not come; the sentence names the URL and the last reason.
+    """
+    with locked(path.parent, name=f".{path.name}.lock"):
+        if not path.is_file():
+            transfer = _of_file(url, path, policy or RetryPolicy(), progress)
+            try:
+                transfer.run()
+            except Unreachable as error:
+                raise UserError(f"{url} cannot be fetched ({error}); {advice}") from error
+            transfer.part.replace(path)
+
+
+def is_current(url: str, path: Path) -> bool:
+    """Return False if the server has another version of a fetched file by now.
+
+    Raises:
+        Unreachable: the server does not answer.
+    """
+    return _of_file(url, path, RetryPolicy()).is_current()
+
+
+def _of_file(url: str, path: Path, policy: RetryPolicy, progress: bool = False) -> _Transfer:
+    part, mark = (path.with_name(f"{path.name}.{kind}") for kind in ("part", "version"))
+    return _Transfer(url, part, mark, policy, progress=progress)
+
+
+@dataclass
+class _Transfer:
+    """The attempts at one file.
+
+    Attributes:
+        part, mark: the file of what has come, and the file of its version.
+        check: as in `ShardCache.borrowed`.
+        reserve: makes room in a folder for a number of bytes, within some seconds.
+    """
+
+    url: str
+    part: Path
+    mark: Path
+    policy: RetryPolicy
+    check: Callable[[Path], bool] | None = None
+    reserve: Callable[[Path, int, float], None] | None = None
+    progress: bool = False
+    _retries: list[str] = field(default_factory=list, init=False)  # their reasons
+    _failures: int = field(default=0, init=False)  # since the last progress
+    _progressed: int = field(default=0, init=False)  # bytes then
+
+    @property
+    def version(self) -> str:
+        """The version of the part, or of the whole file that it became; "" if unknown."""
+        return self.mark.read_text(encoding="utf-8") if self.mark.is_file() else ""
+
+    def run(self) -> None:
+        """Fetch the whole file into `part`, with retries.
+
+        Raises:
+            Unreachable: it does not come.
+            UserError: the disk is full.
+        """
+        while True:
+            try:
+                self._attempt()
+            except UserError:
+                raise
+            except Exception as error:  # fsspec's file systems raise errors of any type
+                self._wait(error)
+            else:
+                self.policy.failed.clear()
+                return
+
+    def is_current(self) -> bool:
+        """Return False if the server has another version by now; asked without retries.
+
+        Raises:
+            Unreachable: the server does not answer.
+        """
+        try:
+            with closing(_ask(self.url, 0, self.policy)) as answer:
+                return answer.version == self.version
+        except UserError:
+            raise
+        except Exception as error:  # fsspec's file systems raise errors of any type
+            raise Unreachable(*_reason_of(error)) from error
+
+    def _came(self) -> int:
+        return self.part.stat().st_size if self.part.is_file() else 0
+
+    def _wait(self, error: Exception) -> None:
+        """Wait before the next attempt, or raise Unreachable."""
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"{self.part} cannot be written ({error.strerror}): make room, or choose another folder"
+            ) from error
+        policy, came = self.policy, self._came()
+        if came >= self._progressed + _PROGRESS_BYTES:
+            self._failures, self._progressed = 0, came
+        reason, passing = _reason_of(error)
+        passing &= reason != _OTHER_FILE or self._retries.count(reason) < _OTHER_FILES - 1
+        most = 0 if policy.failed else policy.retries  # an outage is waited out once
+        if is_command(self.url):
+            most = min(most, _COMMAND_RETRIES)
+        if not passing or self._failures >= most:
+            count = len(self._retries)
+            at = f" at byte {came}" if came else ""
+            tried = f" after {count} {'retry' if count == 1 else 'retries'}" if count else ""
+            sentence = f"{reason}{at}{tried}"
+            if passing:
+                policy.failed.setdefault(self.url, sentence)
+            raise Unreachable(sentence, passing) from error
+        wait = policy.first_wait_seconds * 2**self._failures * random.SystemRandom().uniform(0.5, 1)
+        time.sleep(min(policy.longest_wait_seconds, max(wait, _asked_wait(error))))
+        policy.retried(reason)
+        self._retries.append(reason)
+        self._failures += 1
+
+    def _attempt(self) -> None:
+        """Fetch the rest of the file."""
+        at = self._came() if self.version else 0
+        try:
+            answer = _ask(self.url, at, self.policy)
+        except HTTPError as error:
+            if error.code == 416:  # no byte follows: the part is whole, or of another version
+                self.part.unlink(missing_ok=True)
+            raise
+        with closing(answer):
+            changed = answer.version != self.version
+            # without a version each copy is one of its own
+            self.mark.write_text(answer.version or secrets.token_hex(8), encoding="utf-8")
+            if changed and answer.begins:
+                self.part.unlink()
+                raise _Broken("changed on its server")
+            self._receive(answer)
+        if answer.total not in (None, self._came()):
+            raise _Broken("cut off")
+        fault = "cut off" if not answer.announced and lacks_end(self.part) else None
+        if fault is None and self.check is not None and not self.check(self.part):
+            fault = _OTHER_FILE
+        if fault is not None:
+            self.part.unlink()
+            raise _Broken(fault)
+
+    def _receive(self, answer: _Answer) -> None:
+        """Write an answer behind the bytes that it follows."""
+        stall_seconds = self.policy.stall_seconds
+        room, size = answer.total or 0, answer.begins
+        begin, began_at = time.monotonic(), size
+        bar = tqdm(
+            desc=self.part.stem,
+            total=answer.total,
+            initial=size,
+            unit="B",
+            unit_scale=True,
+            disable=not self.progress,
+        )
+        if self.reserve is not None:
+            self.reserve(self.part.parent, room, stall_seconds)
+        with open(self.part, "ab") as file, bar:
+            file.truncate(size)
+            for piece in answer.pieces:
+                size += len(piece)
+                if self.reserve is not None and size > room:
+                    room = size + _ROOM_BYTES
+                    self.reserve(self.part.parent, room, stall_seconds)
+                bar.update(file.write(piece))
+                seconds = time.monotonic() - begin
+                if seconds > stall_seconds and not is_command(self.url):
+                    if size - began_at < _SLOWEST_BYTES_PER_SECOND * seconds:
+                        raise _Broken(f"came slower than {_SLOWEST_BYTES_PER_SECOND} bytes/s")
+                    begin, began_at = time.monotonic(), size
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut could leave an empty file
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The bytes of a file from some byte on.
+
+    Attributes:
+        begins: number of the first byte.
+        total: bytes of the whole file; None if unknown.
+        version: a text that changes when the file is replaced by another (ETag, date, length); None if unknown.
+        announced: False if the file ends where the connection does, so that a broken one looks like the end.
+    """
+
+    pieces: Iterator[bytes]
+    close: Callable[[], None]
+    begins: int = 0
+    total: int | None = None
+    version: str | None = None
+    announced: bool = True
+
+
+def _ask(url: str, at: int, policy: RetryPolicy) -> _Answer:
+    """Ask for the bytes from `at` on; the answer begins there or before."""
+    if is_command(url):
+        return _ask_command(url, policy.command_seconds)
+    if url.startswith("hf:"):
+        return _ask_server(*_on_the_hub(url), at, policy.stall_seconds)
+    if url.partition(":")[0].lower() in HTTP:
+        return _ask_server(url, {}, at, policy.stall_seconds)
+    return _ask_store(url, at)
+
+
+def _ask_server(url: str, token: dict[str, str], at: int, stall_seconds: float) -> _Answer:
+    """Ask a web server; a server that it redirects to does not see the token."""
+    # What is escaped stays as it is written: a signature may cover it.
+    request = Request(quote(url, safe="%:/?#[]@!$&'()*+,;=~"))
+    request.add_header("User-Agent", "open_clip_zerovl")
+    request.add_header("Accept-Encoding", "identity")
+    if at:
+        request.add_header("Range", f"bytes={at}-")
+    for name, value in token.items():
+        request.add_unredirected_header(name, value)
+    answer = urlopen(request, timeout=stall_seconds)
+    given, begins = answer.headers, 0
+    length = given.get("Content-Length")
+    if answer.status == 206:
+        answered = re.match(r"bytes (\d+)-\d+/(\d+)?", given.get("Content-Range", ""))
+        begins, length = (int(answered[1]), answered[2]) if answered else (at, None)
+    if begins > at:
+        answer.close()
+        raise _Broken("another range than was asked for")
+    version = given.get("ETag") or given.get("Last-Modified") or (length and f"{length} bytes")
+    pieces = iter(lambda: answer.read1(_BLOCK_BYTES), b"")
+    total = None if length is None else int(length)
+    return _Answer(pieces, answer.close, begins, total, version, announces_end(given))
+
+
+def announces_end(headers: Mapping[str, str]) -> bool:
+    """Return whether an answer's headers or chunks show its end; else a reset connection ends as a closed one."""
+    return "Content-Length" in headers or "Transfer-Encoding" in headers
+
+
+def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
+    """Return the https URL of a file on the Hugging Face hub, and the headers with the user's token.
+
+        hf://datasets/USER/NAME/train/00000.tar, hf://datasets/USER/NAME@REVISION/train/00000.tar
+
+    Raises:
+        UserError: a URL of another form.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    match = re.fullmatch(r"hf://(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
+    if match is None:
+        raise UserError(
+            f"shard {url} names no file on the hub; write hf://datasets/USER/NAME/FILE.tar"
+        )
+    kind, repository, revision, file = match.groups()
+    address = hf_hub_url(
+        repository,
+        file,
+        repo_type="dataset" if kind else "model",
+        revision=unquote(revision or "main"),  # refs%2Fpr%2F1
+        endpoint=os.environ.get("HF_ENDPOINT"),
+    )
+    return address, build_hf_headers()
+
+
+def _ask_store(url: str, at: int) -> _Answer:
+    file_system, path = _file_system_of(url)
+    file_system.invalidate_cache()
+    file = file_system.open(path, "rb", block_size=4 * _BLOCK_BYTES, cache_type="readahead")
+    file.seek(at)
+    about = getattr(file, "details", None) or file_system.info(path)
+    names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created", "size")
+    version = " ".join(str(about[name]) for name in names if about.get(name) is not None)
+    pieces = iter(lambda: file.read(4 * _BLOCK_BYTES), b"")
+    return _Answer(pieces, file.close, at, about.get("size"), version)
+
+
+def _file_system_of(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the path in it.
+
+    Raises:
+        UserError: no installed package opens such URLs.
+    """
+    try:
+        import fsspec
+
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec does not know
+        raise UserError(
+            f"shard {url} cannot be opened ({first_line(error)}); install what fsspec asks for, or give a command that prints "
+            "its bytes, as in 'pipe:aws s3 cp URL -'"
+        ) from error
+
+
+def check_openable(url: str) -> None:
+    """Check that an installed package opens URLs of this kind.
+
+    Raises:
+        UserError: no installed package does.
+    """
+    if url.startswith("hf:"):
+        _on_the_hub(url)
+    elif local_path(url) is None and not is_command(url):
+        _file_system_of(url)
+
+
+def matching_urls(pattern: str) -> list[str]:
+    """Return the URLs of the files that a pattern with * names in a store, in order.
+
+    Raises:
+        UserError: the store cannot be listed.
+    """
+    options = {"endpoint": os.environ.get("HF_ENDPOINT")} if pattern.startswith("hf:") else {}
+    try:
+        import fsspec
+
+        file_system, path = fsspec.core.url_to_fs(pattern, **options)
+        return [file_system.unstrip_protocol(file) for file in sorted(file_system.glob(path))]
+    except Exception as error:  # fsspec's file systems raise errors of any type
+        raise UserError(
+            f"the files of {pattern} cannot be listed ({_reason_of(error)[0]}); check the address, or write the names with "
+            "braces, as {00000..00099}"
+        ) from error
+
+
+def _ask_command(url: str, most_seconds: float) -> _Answer:
+    process = subprocess.Popen(
+        url.removeprefix("pipe:"), shell=True, stdout=subprocess.PIPE, bufsize=0
+    )
+    output = process.stdout
+    assert output is not None
+
+    def read() -> bytes:
+        if most_seconds and not select.select([output], [], [], most_seconds)[0]:
+            raise UserError(
+                f"shard {url} has stalled: nothing came for {most_seconds:g} s; check the command"
+            )
+        return output.read(_BLOCK_BYTES)
+
+    def pieces() -> Iterator[bytes]:
+        yield from iter(read, b"")
+        if process.wait() != 0:
+            raise _Broken(f"command ended with status {process.returncode}")
+
+    def close() -> None:
+        output.close()
+        process.kill()  # it may ignore that its output is closed
+        process.wait()
+
+    return _Answer(pieces(), close)
+
+
+def _reason_of(error: BaseException) -> tuple[str, bool]:
+    """Return a few words for an error, and whether a retry may help."""
+    if isinstance(error, _Broken):
+        return str(error), True
+    status = getattr(error, "code", None) or getattr(error, "status", None)
+    if isinstance(status, int) and status in (404, 410):
+        return "no such file", False
+    if isinstance(status, int) and status >= 400:
+        token = ", which asks for a token: for the hub `hf auth login` or HF_TOKEN"
+        passing = status >= 500 or status in (408, 416, 425, 429)
+        return f"server answered {status}{token if status == 401 else ''}", passing
+    cause = error.reason if isinstance(error, URLError) else error
+    for kinds, reason, passing in _REASONS:
+        if isinstance(cause, kinds):
+            return reason, passing
+    of_program = isinstance(cause, (ValueError, TypeError, NotImplementedError, ImportError))
+    final = of_program or "credential" in type(cause).__name__.lower()
+    return f"{type(cause).__name__}: {cause}", not final
+
+
+def _asked_wait(error: BaseException) -> float:
+    """Return the seconds that a busy server asks a client to wait (Retry-After); 0 if it does not."""
+    asked = error.headers.get("Retry-After", "") if isinstance(error, HTTPError) else ""
+    return float(asked) if re.fullmatch(r"\d{1,6}", asked) else 0.0
