@@ -38,9 +38,9 @@ from open_clip_zerovl.models.model_file import register_model_file
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.prepare.check import check_shards, write_sizes
 from open_clip_zerovl.prepare.pack.packing import pack
-from open_clip_zerovl.prepare.public.gather import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.vg import largest_phrases
+from open_clip_zerovl.prepare.settings import Work
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.report.run_page import write_run_page
 from open_clip_zerovl.sampling.schedule import Batching

@@ -11,7 +11,7 @@ __version__ = "0.1.0"  # the one place; pyproject.toml, CITATION.cff and CHANGEL
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "open_clip_zerovl.cli.functions": ["pack", "search", "train"],
+        "open_clip_zerovl.cli.api": ["pack", "search", "train"],
         "open_clip_zerovl.sampling.schedule": ["source_schedule"],
         "open_clip_zerovl.data.sources": ["parse_sources"],
         "open_clip_zerovl.dga.replay": ["ReplayError"],

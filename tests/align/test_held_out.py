@@ -13,8 +13,8 @@ from open_clip_zerovl.data.held_out import as_keys, trained_on, write_trained_on
 from open_clip_zerovl.finetune.data import DataArguments
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.models.local_dir import TRAINED_ON
-from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
-from open_clip_zerovl.prepare.public.gather import Work
+from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.settings import PackSettings, Work
 
 SHARE = 0.25
 

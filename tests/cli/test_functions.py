@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModel
 import open_clip_zerovl
 from open_clip_zerovl import UserError
 from open_clip_zerovl.checkpoints.weights import read_state_dict
-from open_clip_zerovl.cli.functions import words_of
+from open_clip_zerovl.cli.api import words_of
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.launch import follow_training
 from open_clip_zerovl.evaluate.search.ranking import Hit
@@ -261,7 +261,7 @@ def test_finetune_asks_for_what_its_command_does(home, tmp_path, monkeypatch):
 
     def record(request, **_):
         requests.append(request)
-        tmp_path.joinpath("finetune.json").write_text("{}")
+        tmp_path.joinpath("finetune.json").write_text('{"table": ""}')
 
     monkeypatch.setattr("open_clip_zerovl.finetune.finetuning.run_finetune", record)
     asked = {"set": {"lr": 5e-4, "siglip": True}, "alphas": "0.5", "device": "cpu", "kept": "a=b"}

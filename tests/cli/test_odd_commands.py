@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import logging
 import os
@@ -10,6 +12,7 @@ import re
 import shutil
 import struct
 import sys
+import textwrap
 import zlib
 from pathlib import Path
 
@@ -19,8 +22,10 @@ import open_clip_zerovl as package
 from open_clip_zerovl import __version__
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli import program
-from open_clip_zerovl.cli.models import _show_progress
+from open_clip_zerovl.cli.api import show_progress
 from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.command import parameters_of
+from open_clip_zerovl.recipe.flags import TuningFlags
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import (
     CLIP_TEXT,
@@ -213,15 +218,18 @@ SOURCES = "".join(
 )
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["zero-shot", "linear-probe", "retrieval", "export"],
-)
+@pytest.mark.parametrize("command", sorted(set(program.ALL) - set(program.TAKE_WORDS)))
 def test_every_flag_has_a_reader(command):
     """The rows above hold the flags that one way of a command reads and another refuses; `training/test_every_flag` train's."""
-    parser, _ = program.define(command, program.Parser)
-    flags = {action.dest for action in parser._actions} - {"help", "debug"}
-    assert flags and not {flag for flag in flags if not re.search(rf"\.{flag}\b|{flag}=", SOURCES)}
+    function = inspect.unwrap(program.function_of(command))
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    read = {
+        node.id for line in definition.body for node in ast.walk(line) if isinstance(node, ast.Name)
+    }
+    for parameter in parameters_of(function):
+        assert parameter.name in read, parameter.name
+        for flag in parameter.flags if parameter.section not in (None, TuningFlags) else ():
+            assert re.search(rf"\.{flag.name}\b|\b{flag.name}=", SOURCES), flag.name
 
 
 @pytest.mark.parametrize(
@@ -293,8 +301,11 @@ def test_a_misspelt_command_or_flag_gets_one_sentence_with_the_nearest(capsys, l
 def test_a_command_that_waits_for_torch_shows_a_line_first(monkeypatch, capsys, loaded):
     """Only where torch is still to be imported, and before the command runs."""
     seen = []
-    run = lambda arguments: seen.append(capsys.readouterr().err)  # noqa: E731
-    monkeypatch.setattr(program, "function_of", lambda name: lambda parser: run)
+
+    def search():
+        seen.append(capsys.readouterr().err)
+
+    monkeypatch.setattr(program, "function_of", lambda name: search)
     monkeypatch.setattr(program, "load_open_clip", lambda: seen.append("loads"))
     monkeypatch.setitem(sys.modules, "torch", sys) if loaded else monkeypatch.delitem(
         sys.modules, "torch", raising=False
@@ -313,7 +324,7 @@ def test_progress_lines_of_an_export_come_once(monkeypatch, capsys, earlier):
     logger = logging.getLogger("open_clip_zerovl.checkpoints")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
-    _show_progress()
+    show_progress()
     logging.warning("of open_clip")
     logger.getChild("export").warning("wrote x")
     start, warning, end = capsys.readouterr().err.splitlines()

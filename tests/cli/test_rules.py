@@ -34,8 +34,8 @@ from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.prepare.dedup.overlap import find_overlap, open_test_sets
 from open_clip_zerovl.prepare.pack.classes import class_caption
-from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
-from open_clip_zerovl.prepare.public.gather import Work
+from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.settings import PackSettings, Work
 from open_clip_zerovl.shards.members import Sample, read_samples
 from support.loading import loader_of
 from support.tars import encoded, write_tar

@@ -128,7 +128,7 @@ def test_debug_shows_the_traceback_before_the_sentence(capsys, monkeypatch):
         assert ended(raises(UserError("x")), "zerovl", words) == 2
         assert capsys.readouterr().err.splitlines()[-1] == "zerovl: error: x"
     seen = []
-    monkeypatch.setattr(program, "function_of", lambda name: lambda parser: seen.append)
+    monkeypatch.setattr(program, "function_of", lambda name: lambda: seen.append(name))
     assert (
         cli.main(["export", "--debug"]) == cli.main(["--debug", "export"]) == 0 and len(seen) == 2
     )

@@ -18,9 +18,8 @@ from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
 from open_clip_zerovl.finetune.data import find_data, open_sources
 from open_clip_zerovl.prepare.dedup.overlap import find_overlap, open_test_sets
 from open_clip_zerovl.prepare.pack.inputs import open_input
-from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
-from open_clip_zerovl.prepare.pack.rows import Columns
-from open_clip_zerovl.prepare.public.gather import Work
+from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from support.pairs import picture
 
 PAIRS = 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.cli.models import finetune
+from open_clip_zerovl.cli import api
+from open_clip_zerovl.cli.program import parser_of
+from open_clip_zerovl.core import command
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.finetune.data import DataArguments
 from open_clip_zerovl.finetune.finetuning import _finished, _same_request
@@ -60,20 +61,20 @@ def test_every_flag_belongs_to_one_key(tmp_path, monkeypatch):
     (tmp_path / "own-tiny.json").write_text(
         json.dumps({"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT})
     )
-    parser = argparse.ArgumentParser()
-    run, seen = finetune(parser), []
+    parser, seen = parser_of("finetune"), []
     monkeypatch.setattr(
         "open_clip_zerovl.finetune.finetuning.run_finetune",
         lambda request, say: seen.append(request),
     )
-    declared = {(action.option_strings or [action.dest])[-1] for action in parser._actions} - {
-        "--help"
-    }
+    monkeypatch.setattr(api, "_read", lambda file: {"table": ""})
+    declared = {(action.option_strings or [action.dest])[-1] for action in parser._actions}
+    declared -= {"--help", "--debug"}
     assert declared == KEYS.keys()
 
     def keys(*words: str) -> list[str]:
         base = ["--from", "a.pt", "--data", "b", "--out", "c", "--keep-data", "old=/old"]
-        run(parser.parse_args([*base, *(word.format(folder=tmp_path) for word in words)]))
+        parsed = parser.parse_args([*base, *(word.format(folder=tmp_path) for word in words)])
+        command.run(api.finetune, parsed)
         return [json.dumps(seen[-1].of_training()), json.dumps(seen[-1].of_curve(NO_DATA))]
 
     first = keys()

@@ -154,10 +154,12 @@ def test_command_lines_as_settings():
 
 def test_adapters_have_a_rate_of_their_own(monkeypatch):
     """`--lora` is a flag of the command; projections keep the rate of full fine-tuning."""
+    from open_clip_zerovl.cli import api
     from open_clip_zerovl.cli.program import main
     from open_clip_zerovl.finetune import finetuning
 
     asked = []
+    monkeypatch.setattr(api, "_read", lambda file: {"table": ""})
     monkeypatch.setattr(
         finetuning, "run_finetune", lambda request, say: asked.append(request.given)
     )

@@ -7,4 +7,4 @@ Only linear heads and the temperature are trained, as in SAIL (CVPR 2025), Share
 
 from open_clip_zerovl.core.lazy import make_callable
 
-make_callable(__name__, "open_clip_zerovl.cli.functions:align")
+make_callable(__name__, "open_clip_zerovl.cli.api:align")

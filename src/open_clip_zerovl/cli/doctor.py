@@ -7,18 +7,15 @@ its finding and a remedy; the remaining checks still run.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import resource
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from open_clip_zerovl.cli.program import RunCommand
 from open_clip_zerovl.core.errors import UserError, kind_and_message
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.core.launch import missing_ranks
@@ -40,28 +37,6 @@ class Finding(NamedTuple):
     topic: str
     seen: str
     problem: str | None = None
-
-
-def doctor(parser: argparse.ArgumentParser) -> RunCommand:
-    """`zerovl doctor`."""
-    parser.description = (
-        "One page to paste into an issue: versions and supported ranges, a DGA step on every device, and limits that end runs. "
-        "Exit status 1 where something is wrong."
-    )
-    parser.add_argument(
-        "--logs",
-        default="logs",
-        metavar="DIR",
-        help="where runs would be kept (default %(default)s)",
-    )
-
-    def run(arguments: argparse.Namespace) -> int:
-        print("zerovl doctor: checking packages, devices and limits ...", file=sys.stderr)
-        findings = examine(Path(arguments.logs))
-        print(page(findings))
-        return int(any(finding.problem is not None for finding in findings))
-
-    return run
 
 
 def examine(logs: Path) -> list[Finding]:

@@ -1,93 +1,77 @@
 """`zerovl <command>`. In the library only this room reads a command line.
 
-A command's flags are those that its settings declare, and its words and folders, which are declared where it is defined. Only
-the parser of the command that is called is made, and its modules are imported when it runs: `--help` does not wait for torch.
+A command is a function of api.py: its parameters are the flags, the text of its result is printed. Only the parser of the
+command that is called is made, and its modules are imported when it runs: `--help` does not wait for torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from open_clip_zerovl import __version__
+from open_clip_zerovl.cli.train import become_plan, become_training
+from open_clip_zerovl.core.command import add_parameters, run
 from open_clip_zerovl.core.errors import DEBUG, DEBUG_HELP, argparse_sentence, ended, nearest
 from open_clip_zerovl.core.lazy import load_open_clip
 
-#: Runs a parsed command. An int is its exit status; anything else is the result for the Python function of the same name.
-RunCommand = Callable[[argparse.Namespace], Any]
-ParserKind = TypeVar("ParserKind", bound=argparse.ArgumentParser)
-
-# Group -> command -> (module of this room and function that defines it, its line in the list).
+# Group -> command -> (its function in api.py, "" for one that becomes a training; its line in the list).
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "every day": {
         "data pack": (
-            "data:pack",
+            "pack",
             "your own pairs: a folder, CSV, JSON lines, parquet, tars or addresses, as shards",
         ),
-        "train": (
-            "train:become_training",
-            "train a model: the flags of python -m training.main, a process a GPU",
-        ),
-        "align": (
-            "models:align",
-            "a retrieval model from two frozen encoders: heads on stored features",
-        ),
+        "train": ("", "train a model: the flags of python -m training.main, a process a GPU"),
+        "align": ("align", "a retrieval model from two frozen encoders: heads on stored features"),
         "finetune": (
-            "models:finetune",
+            "finetune",
             "fine-tune a model on your own pairs without losing its earlier abilities",
         ),
         "retrieval": (
-            "evaluate:retrieval",
+            "retrieval",
             "recall@1/5/10 and RSUM on retrieval sets: of a model, or of several side by side",
         ),
         "zero-shot": (
-            "evaluate:zero_shot",
+            "zero_shot",
             "accuracy of a model that classifies pictures by the names of their classes",
         ),
         "search": (
-            "evaluate:search",
+            "search_words",
             "the pictures of a folder that are nearest to a text or to a picture",
         ),
         "export": (
-            "models:export",
+            "export",
             "a training checkpoint as a folder that stock open_clip or transformers loads",
         ),
     },
     "understand": {
-        "plan": (
-            "train:become_plan",
-            "time, memory and disk of a training run, by its first two steps",
-        ),
-        "doctor": (
-            "doctor:doctor",
-            "whether versions, devices and limits here are fit for training",
-        ),
+        "plan": ("", "time, memory and disk of a training run, by its first two steps"),
+        "doctor": ("doctor", "whether versions, devices and limits here are fit for training"),
         "trial": (
-            "trial:trial",
+            "trial",
             "whether a larger batch, debiased batches or the recipe help on your data",
         ),
         "linear-probe": (
-            "evaluate:linear_probe",
+            "linear_probe",
             "accuracy of a linear classifier on the frozen image tower",
         ),
     },
     "research": {
-        "data sbu": ("data:sbu", "SBU Captioned Photos, from its list of addresses"),
-        "data cc3m": (
-            "data:cc3m",
-            "Conceptual Captions 3M, from Train_GCC-training.tsv (--source)",
-        ),
-        "data cc12m": ("data:cc12m", "Conceptual 12M, from cc12m.tsv"),
-        "data vg": ("data:vg", "Visual Genome: five largest regions' phrases an image"),
-        "data coco": ("data:coco", "MS-COCO with Karpathy's splits"),
-        "data f30k": ("data:f30k", "Flickr30K with Karpathy's splits (--source)"),
-        "data check": ("data:check", "read every sample of shards, or count them into sizes.json"),
+        "data sbu": ("sbu", "SBU Captioned Photos, from its list of addresses"),
+        "data cc3m": ("cc3m", "Conceptual Captions 3M, from Train_GCC-training.tsv (--source)"),
+        "data cc12m": ("cc12m", "Conceptual 12M, from cc12m.tsv"),
+        "data vg": ("vg", "Visual Genome: five largest regions' phrases an image"),
+        "data coco": ("coco", "MS-COCO with Karpathy's splits"),
+        "data f30k": ("f30k", "Flickr30K with Karpathy's splits (--source)"),
+        "data check": ("check", "read every sample of shards, or count them into sizes.json"),
         "data near": (
-            "data:near",
+            "near",
             "training pictures that are in a test set, found by perceptual hashes",
         ),
     },
@@ -103,7 +87,10 @@ SILENT = (
     "zero-shot",
 )
 # their flags are those of training, for which they have parsers of their own
-TAKE_WORDS = ("train", "plan")
+TAKE_WORDS: dict[str, Callable[[Sequence[str]], Any]] = {
+    "train": become_training,
+    "plan": become_plan,
+}
 ALL = {name: command for group in COMMANDS.values() for name, command in group.items()}
 
 
@@ -118,33 +105,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(words: Sequence[str]) -> Any:
     """Run the command that a line begins with; returns its exit status, or its result."""
     name, rest = find_command([word for word in words if word != DEBUG])
-    if name in TAKE_WORDS and DEBUG in words:
-        rest.append(DEBUG)  # of open_clip's training program, too
-    return function_of(name)(rest) if name in TAKE_WORDS else run_parsed(name, rest)
-
-
-def function_of(name: str) -> Callable[..., Any]:
-    """The function that runs a command with its words (TAKE_WORDS), or that defines the flags of any other one."""
-    module, _, function = ALL[name][0].partition(":")
-    return getattr(import_module(f"open_clip_zerovl.cli.{module}"), function)
-
-
-def run_parsed(name: str, words: Sequence[str]) -> Any:
-    """Make a command's parser, and run it with these words."""
-    parser, run = define(name, Parser)
-    parser.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP)
-    arguments = parser.parse_args(words)
+    if name in TAKE_WORDS:
+        # --debug is a flag of open_clip's training program, too.
+        return TAKE_WORDS[name](rest + [DEBUG] * (DEBUG in words))
+    parser = parser_of(name)
+    parsed = parser.parse_args(rest)
     if name in SILENT and "torch" not in sys.modules:
         print(f"zerovl {name}: loading torch and open_clip ...", file=sys.stderr, flush=True)
         load_open_clip()
-    return run(arguments)
+    result = run(function_of(name), parsed)
+    text = result if isinstance(result, str) else getattr(result, "text", "")
+    if text:
+        print(text)
+    return result
 
 
-def define(name: str, kind: type[ParserKind]) -> tuple[ParserKind, RunCommand]:
-    """A command's parser, and the function that runs it with the parsed words."""
-    line = ALL[name][1]
-    parser = kind(prog=f"zerovl {name}", description=f"{line[:1].upper()}{line[1:]}.")
-    return parser, function_of(name)(parser)
+def function_of(name: str) -> Callable[..., Any]:
+    """The function of a command, of which the parser is made."""
+    from open_clip_zerovl.cli import api
+
+    return getattr(api, ALL[name][0])
+
+
+def parser_of(name: str) -> Parser:
+    """Make the parser of a command."""
+    function = function_of(name)
+    text = re.split(r"\n\n(?=\w+:\n)", inspect.getdoc(function) or "")[0]
+    parser = Parser(prog=f"zerovl {name}", description=text)
+    add_parameters(parser, function)
+    parser.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP)
+    return parser
 
 
 def complete(line: str) -> None:
@@ -169,7 +159,7 @@ def complete(line: str) -> None:
         if name in TAKE_WORDS:
             add_flags(parser, (*SECTIONS, OpenClipFlags))
         else:
-            function_of(name)(parser)
+            add_parameters(parser, function_of(name))
     argcomplete.autocomplete(root)
 
 
@@ -235,8 +225,6 @@ class Parser(argparse.ArgumentParser):
 
     It takes no abbreviations of flags: a shortened flag may come to mean another one.
     """
-
-    typed = True  # its words come from a shell, where commands to type next are of use
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})

@@ -42,6 +42,11 @@ class Result:
 
     folder: Path
 
+    @property
+    def text(self) -> str:
+        """What the command prints at its end."""
+        return ""
+
     def __fspath__(self) -> str:
         """The path that other functions take: `finetune(data=packed)`, `evaluate(aligned, ...)`."""
         return str(self.folder)
@@ -65,10 +70,17 @@ class Packed(Result):
     """Pairs that `pack` has written: shards, and held-out sets where a share was asked for.
 
     Attributes:
-        report: the content of `pack-report.json`: counts of samples, captions, refused rows and their reasons, by source.
+        report: the content of `report.json`: counts of samples, captions, refused rows and their reasons, by source.
+        proposals: the commands to type next.
     """
 
     report: Mapping[str, Any] = field(repr=False)
+    proposals: str = field(default="", repr=False)
+
+    @property
+    def text(self) -> str:
+        """The commands to type next."""
+        return self.proposals
 
     @property
     def train_data(self) -> str:
@@ -163,6 +175,11 @@ class Tuned(_HoldsModel):
     record: Mapping[str, Any] = field(repr=False)
 
     @property
+    def text(self) -> str:
+        """The table of both models."""
+        return self.record["table"]
+
+    @property
     def scores(self) -> Mapping[str, Any]:
         """Alpha and metrics of each scored point between the model before and the tuned one."""
         return self.record["curve"]
@@ -195,24 +212,6 @@ class Aligned(_HoldsModel):
 
     def _page_file(self) -> Path:
         return self.folder / "align.html"
-
-
-class Scores(dict[str, Mapping[str, Any]]):
-    """Set -> metric -> value, as the command's `--output` has them; shown as the command's table.
-
-    Attributes:
-        text: what the command prints, with a remark on scores that are not above chance.
-    """
-
-    def __init__(self, scores: Mapping[str, Mapping[str, Any]], text: str) -> None:
-        super().__init__(scores)
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text.rstrip()
-
-    def _repr_html_(self) -> str:
-        return f'<pre style="white-space: pre; overflow-x: auto; font-size: 12px">{html.escape(repr(self))}</pre>'
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import keyword
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, TypeVar
@@ -119,6 +120,12 @@ class Flag:
             self.option if self.switch is None or self.switch.value != value else self.switch.option
         )
 
+    @property
+    def keyword(self) -> str:
+        """Its name as an argument of a Python function: `--test-share` is `test_share`, `--from` is `from_`."""
+        name = self.option.removeprefix("--").replace("-", "_")
+        return f"{name}_" if keyword.iskeyword(name) else name
+
 
 def flag(
     default: Any,
@@ -154,23 +161,30 @@ def redeclared(section: type, name: str, default: Any) -> Any:
 def flags_of(section: type) -> tuple[Flag, ...]:
     """The flags that a dataclass declares or inherits, in order."""
     hints = typing.get_type_hints(section)
-    flags = []
-    for each in fields(section):
-        if (declared := each.metadata.get("flag")) is None:
-            continue
-        kinds = [kind for kind in _alternatives(hints[each.name]) if kind is not type(None)]
-        words = typing.get_args(kinds[0])
-        several = (
-            typing.get_origin(kinds[0]) is tuple and words[-1] is ... and declared["nargs"] is None
-        )
-        inner = words[0] if typing.get_origin(kinds[0]) is tuple else kinds[0]
-        default = {} if each.default is dataclasses.MISSING else each.default
-        named = {
-            "option": declared["option"] or "--" + each.name.replace("_", "-"),
-            "kind": declared["kind"] or inner,
-        }
-        flags.append(Flag(each.name, default=default, several=several, **{**declared, **named}))
-    return tuple(flags)
+    return tuple(
+        flag_of(each.name, hints[each.name], default_of(each), each.metadata["flag"])
+        for each in fields(section)
+        if "flag" in each.metadata
+    )
+
+
+def default_of(declared: dataclasses.Field) -> Any:
+    """Return the default of a field, {} for `default_factory=dict`."""
+    return {} if declared.default is dataclasses.MISSING else declared.default
+
+
+def flag_of(name: str, hint: Any, default: Any, declared: Mapping[str, Any]) -> Flag:
+    """Make a flag of a name, a type, a default and the options of `flag`."""
+    kind = next(kind for kind in _alternatives(hint) if kind is not type(None))
+    words, origin = typing.get_args(kind), typing.get_origin(kind)
+    several = origin is tuple and words[-1] is ... and declared["nargs"] is None
+    inferred = {
+        "option": "--" + name.rstrip("_").replace("_", "-"),
+        "choices": words if origin is typing.Literal else None,
+        "kind": {tuple: words[0] if words else str, typing.Literal: str}.get(origin, kind),
+    }
+    given = {option: value for option, value in declared.items() if value is not None}
+    return Flag(name, default=default, several=several, **{**declared, **inferred, **given})
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -272,20 +286,12 @@ def add_flags(parser: argparse.ArgumentParser, sections: Sequence[type]) -> None
         for each in flags_of(section):
             if each.switch is not None:
                 group.add_argument(each.switch.option, action="store_true", help=each.switch.help)
-            _add(group, each, each.default)
+            add_flag(group, each)
 
 
-def add_settings(
-    parser: argparse._ActionsContainer, *sections: type, without: Sequence[str] = ()
-) -> None:
-    """Add the flags of settings to the parser of a command; `settings_from` reads them."""
-    for section in sections:
-        for each in flags_of(section):
-            if each.name not in without:
-                _add(parser, each, each.default)
-
-
-def _add(group: argparse._ActionsContainer, each: Flag, default: Any) -> None:
+def add_flag(group: argparse._ActionsContainer, each: Flag) -> None:
+    """Add a flag; one without a default (`dataclasses.MISSING`) is required."""
+    default = each.default
     help_text = each.help.replace("%(default)s", str(each.default))
     if (
         help_text
@@ -295,13 +301,15 @@ def _add(group: argparse._ActionsContainer, each: Flag, default: Any) -> None:
     ):
         help_text += f" (default {each.default})"
     options: dict[str, Any] = {"help": help_text or None, "default": default, "dest": each.name}
+    if default is dataclasses.MISSING:
+        options |= {"default": None, "required": True}
     if each.kind is bool:
         group.add_argument(
             each.option, action="store_false" if each.default else "store_true", **options
         )
         return
     if each.several:
-        options |= {"action": "append", "default": [] if default == () else default}
+        options |= {"action": "append", "default": [] if default == () else options["default"]}
     metavar = each.metavar or (
         None if each.choices else each.option.strip("-").replace("-", "_").upper()
     )
@@ -316,7 +324,7 @@ def _add(group: argparse._ActionsContainer, each: Flag, default: Any) -> None:
 
 
 def settings_from(section: type[Settings], parsed: argparse.Namespace, **more: Any) -> Settings:
-    """The settings whose flags `add_settings` has added; `more` are further fields, by name."""
+    """The settings whose flags a parser has read; `more` are further fields, by name."""
     declared: Any = section
     values = {
         each.name: getattr(parsed, each.name)

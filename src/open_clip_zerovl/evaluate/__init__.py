@@ -2,4 +2,4 @@
 
 from open_clip_zerovl.core.lazy import make_callable
 
-make_callable(__name__, "open_clip_zerovl.cli.functions:evaluate")
+make_callable(__name__, "open_clip_zerovl.cli.api:evaluate")

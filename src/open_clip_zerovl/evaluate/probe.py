@@ -61,7 +61,7 @@ def run_linear_probe(
     amp: bool = False,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Probe a model, print a row, and write `linear_probe.json` into `out`.
+    """Probe a model, and write `linear_probe.json` into `out`.
 
     Args:
         encoder: the model.
@@ -114,7 +114,6 @@ def run_linear_probe(
     names = distinct_names({label: train_set.names.get(label, label) for label in classes})
     result = probe_report(fit.scores(test_features), test_targets, names, facts)
     write_atomically(out / "linear_probe.json", json.dumps(result, indent=1) + "\n")
-    print(f"{probe_row(result)}\nWritten to {out}")
     return result
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.core.flags import flag, number_or, positive, share
 
@@ -108,10 +107,6 @@ class SearchSettings:
     )
     page: Path | None = flag(None, "also write a page with thumbnails", metavar="FILE.html")
     output: Path | None = flag(None, "also write the hits as JSON", metavar="FILE.json")
-
-    def __post_init__(self) -> None:
-        if not self.words.strip() and self.image is None:
-            raise UserError("there is nothing to search for: give words, or a picture by --image")
 
 
 @dataclass(frozen=True)

@@ -5,4 +5,4 @@ pairs -> settings -> training -> the best epoch -> weights in between (WiSE-FT) 
 
 from open_clip_zerovl.core.lazy import make_callable
 
-make_callable(__name__, "open_clip_zerovl.cli.functions:finetune")
+make_callable(__name__, "open_clip_zerovl.cli.api:finetune")

@@ -79,9 +79,8 @@ def run_finetune(request: FinetuneRequest, *, say: Say) -> Path:
         prepared = _prepare(request, arguments, say)
         settings, ranks = _settings(request, prepared)
         training = _training(request, prepared, settings, ranks)
-        if (result := _finished(request, arguments, training)) is not None:
+        if _finished(request, arguments, training):
             say(f"finished before; {out / 'report.html'} has the report")
-            print(result["table"])
             return out / "model"
         _announce(prepared, settings, say)
         while True:

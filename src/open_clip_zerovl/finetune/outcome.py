@@ -108,7 +108,6 @@ def write_outcome(
         "table": f"{table}\n{next_command(model, prepared.new, request.kept)}",
     }
     write_atomically(out / RESULT, json.dumps(content, indent=2) + "\n")
-    print(content["table"])
 
 
 def zero_shot_accuracies(

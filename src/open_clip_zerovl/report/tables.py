@@ -1,8 +1,10 @@
-"""Tables as text: for Markdown pages that scripts write, and for a terminal."""
+"""Tables as text: for Markdown pages that scripts write, and for a terminal; scores that are shown as their table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -26,3 +28,21 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int =
         ).rstrip()
         for line in lines
     )
+
+
+class Scores(dict[str, Mapping[str, Any]]):
+    """Set -> metric -> value, as the command's `--output` has them; shown as the command's table.
+
+    Attributes:
+        text: what the command prints, with a remark on scores that are not above chance.
+    """
+
+    def __init__(self, scores: Mapping[str, Mapping[str, Any]], text: str) -> None:
+        super().__init__(scores)
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text.rstrip()
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space: pre; overflow-x: auto; font-size: 12px">{html.escape(repr(self))}</pre>'

@@ -59,9 +59,11 @@ def search(
     encoder = Encoder(
         home[seed], device="cpu", batch_size=batch_size, workers=more.pop("workers", 0)
     )
-    return run_search({"model": encoder}, str(data), SearchSettings(words, cache=cache, **more))[
-        "model"
-    ]
+    results, text = run_search(
+        {"model": encoder}, str(data), SearchSettings(words, cache=cache, **more)
+    )
+    print(text)
+    return results["model"]
 
 
 def expected(

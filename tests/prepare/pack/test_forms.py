@@ -17,12 +17,11 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import FinetuneData, find_data
 from open_clip_zerovl.prepare.check import check_shards
-from open_clip_zerovl.prepare.pack.packing import PackSettings, pack
+from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.pack.places import public_name
 from open_clip_zerovl.prepare.pack.report import _tokenizer
-from open_clip_zerovl.prepare.pack.rows import Columns
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
-from open_clip_zerovl.prepare.public.gather import Work
+from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards.members import image_of, read_samples
 from support.hostile_server import hostile_server, photo
 from support.pairs import ARROW_FORMS, FORMS, as_csv, as_folder, make_pairs, picture, samples_of

@@ -20,8 +20,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.pack import packing
 from open_clip_zerovl.prepare.pack.report import ENCODERS, lines
-from open_clip_zerovl.prepare.pack.rows import Columns
-from open_clip_zerovl.prepare.public.gather import Work
+from open_clip_zerovl.prepare.settings import Columns, Work
 from open_clip_zerovl.shards.texts import UNMARKED
 from support.pairs import (
     as_csv,

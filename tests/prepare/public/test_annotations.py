@@ -20,8 +20,9 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy
 from open_clip_zerovl.prepare.public.lists import prepare_list, sbu_rows, tsv_rows
-from open_clip_zerovl.prepare.public.pairs import Work, shuffled_apart
+from open_clip_zerovl.prepare.public.pairs import shuffled_apart
 from open_clip_zerovl.prepare.public.vg import largest_phrases, prepare_vg
+from open_clip_zerovl.prepare.settings import Work
 from open_clip_zerovl.shards.members import read_samples
 from support.hostile_server import photo
 
@@ -373,8 +374,9 @@ package = types.ModuleType("open_clip_zerovl")
 package.__path__ = importlib.util.find_spec("open_clip_zerovl").submodule_search_locations
 sys.modules["open_clip_zerovl"] = package
 from open_clip_zerovl.prepare.public import lists
-from open_clip_zerovl.prepare.public.pairs import Work, shuffled_apart
+from open_clip_zerovl.prepare.public.pairs import shuffled_apart
 from open_clip_zerovl.prepare.public.pictures import Failure
+from open_clip_zerovl.prepare.settings import Work
 
 class Nothing:
     def __init__(self, limits): pass

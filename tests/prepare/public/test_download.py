@@ -22,12 +22,12 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.prepare.public import download, manifest, pairs
-from open_clip_zerovl.prepare.public.download import Downloader, Limits
+from open_clip_zerovl.prepare.public.download import Downloader
 from open_clip_zerovl.prepare.public.inputs import PictureStore
 from open_clip_zerovl.prepare.public.lists import prepare_list
-from open_clip_zerovl.prepare.public.pairs import Work
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
+from open_clip_zerovl.prepare.settings import Limits, Work
 from open_clip_zerovl.shards.archives import open_member
 from open_clip_zerovl.shards.members import read_samples
 from support.hostile_server import hostile_server, photo

@@ -36,7 +36,7 @@ from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_galler
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS, hit_probabilities
 from open_clip_zerovl.evaluate.settings import RetrievalFiles, RetrievalSettings
 from open_clip_zerovl.report.bounds import bounds_remarks
-from open_clip_zerovl.report.tables import text_table
+from open_clip_zerovl.report.tables import Scores, text_table
 
 # image_features (I, D), text_features (T, D), text_to_image (T,)
 Features = tuple[Tensor, Tensor, Tensor]
@@ -47,8 +47,8 @@ def run_retrieval(
     data: str,
     settings: RetrievalSettings | None = None,
     files: RetrievalFiles | None = None,
-) -> dict[str, dict[str, float]]:
-    """Score a model on retrieval sets and print the paper's row for each.
+) -> Scores:
+    """Score a model on retrieval sets; the text has the paper's row for each.
 
     Args:
         encoder: the model; with device `auto` each rank takes one GPU.
@@ -63,18 +63,18 @@ def run_retrieval(
     settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
     scored = _score([encoder], data, settings, files)[0]
     results = {name: dict(of_set.metrics) for name, of_set in scored.items()}
+    text = ""
     if results:
-        print(format_retrieval(results))
+        text = format_retrieval(results)
         how = _how(encoder.model, settings)
         if files.json is not None:
             write_atomically(files.json, json.dumps({**how, "results": results}, indent=2) + "\n")
         if files.csv is not None:
             write_csv(files.csv, [(how, results)])
         if files.gallery is not None:
-            print(
-                f"Gallery: {write_gallery(files.gallery, [*scored.values()], model=encoder.model)}"
-            )
-    return results
+            page = write_gallery(files.gallery, [*scored.values()], model=encoder.model)
+            text += f"\nGallery: {page}"
+    return Scores(results, text)
 
 
 def run_retrievals(
@@ -82,8 +82,8 @@ def run_retrievals(
     data: str,
     settings: RetrievalSettings | None = None,
     files: RetrievalFiles | None = None,
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Score several models on the same pairs, and print their rows and the differences of RSUM from the first.
+) -> Scores:
+    """Score several models on the same pairs; the text has their rows and the differences of RSUM from the first.
 
     Args:
         encoders: name -> model.
@@ -104,7 +104,7 @@ def run_retrievals(
     }
     first, *others = scored
     if not scored[first]:
-        return results
+        return Scores(results, "")
     side_by_side = {
         f"{name}, {model}": sets[name] for name in scored[first] for model, sets in scored.items()
     }
@@ -112,8 +112,8 @@ def run_retrievals(
         name: {model: rsum_difference(scored[first][name], scored[model][name]) for model in others}
         for name in scored[first]
     }
-    print(format_retrieval({name: of_set.metrics for name, of_set in side_by_side.items()}))
-    print(f"\n{_format_differences(first, differences)}")
+    rows_of_models = {name: of_set.metrics for name, of_set in side_by_side.items()}
+    text = f"{format_retrieval(rows_of_models)}\n\n{_format_differences(first, differences)}"
     if files.json is not None:
         of_models = {
             model: {**_how(encoders[model].model, settings), "results": own}
@@ -126,8 +126,8 @@ def run_retrievals(
         write_csv(files.csv, rows)
     if files.gallery is not None:
         shown = [replace(of_set, name=name) for name, of_set in side_by_side.items()]
-        print(f"Gallery: {write_gallery(files.gallery, shown, model=', '.join(encoders))}")
-    return results
+        text += f"\nGallery: {write_gallery(files.gallery, shown, model=', '.join(encoders))}"
+    return Scores(results, text)
 
 
 def _score(

@@ -93,15 +93,15 @@ class SearchResult:
 
 def run_search(
     encoders: Mapping[str, Encoder], data: str, settings: SearchSettings
-) -> dict[str, SearchResult]:
-    """Search, print the best pictures of each model, and write the files asked for.
+) -> tuple[dict[str, SearchResult], str]:
+    """Search with each model, and write the files that the settings ask for.
 
     Args:
         encoders: models by name.
         data: see `open_collection`.
 
     Returns:
-        The result of each model.
+        The result of each model, and the list of its best pictures as text.
 
     Raises:
         UserError: a file that cannot be written, a query picture that cannot be decoded, or an error of
@@ -120,18 +120,18 @@ def run_search(
         )
         for name, encoder in encoders.items()
     }
-    print(table(results))
+    text = table(results)
     for name, result in results.items():
         known = result.pictures + result.bad - collection.lost - result.computed
         bad = f" and {result.bad} that cannot be decoded or are not there" if result.bad else ""
-        print(f"{name}: {result.pictures} pictures{bad}; {known} of all known from before.")
+        text += f"\n{name}: {result.pictures} pictures{bad}; {known} of all known from before."
     if settings.page is not None:
         write_search_page(settings.page, results, collection, query, settings)
     if settings.output is not None:
         write_atomically(
             settings.output, json.dumps(_as_data(results, data, settings), indent=2) + "\n"
         )
-    return results
+    return results, text
 
 
 def nearest(blocks: Iterable[Tensor], query: Tensor, best: int) -> list[tuple[int, float]]:

@@ -34,7 +34,7 @@ from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
 from open_clip_zerovl.features.embed import picture_features
 from open_clip_zerovl.features.encoder import FrozenModel
-from open_clip_zerovl.report.tables import text_table
+from open_clip_zerovl.report.tables import Scores, text_table
 
 ROWS_AT_ONCE = 4096  # of the scores in float64
 SHOWN_CLASSES = 40  # of a set, in the terminal; the JSON holds all
@@ -137,12 +137,8 @@ def score_loaded(
     return score_labelled(model, dataset, None, name=name, progress=False, **reading)
 
 
-def run_zero_shot(
-    encoder: Encoder, data: str, settings: ZeroShotSettings | None = None
-) -> dict[str, dict[str, Any]]:
-    """Score a checkpoint on labelled sets.
-
-    Prints tables, and writes the JSON that the settings ask for.
+def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None = None) -> Scores:
+    """Score a checkpoint on labelled sets, and write the JSON that the settings ask for.
 
     Args:
         data: `name=set::name=set`; see `open_labelled_set`.
@@ -168,7 +164,6 @@ def run_zero_shot(
         name: score_labelled(model, dataset, settings.cache, name=name, **reading)
         for name, dataset in sets.items()
     }
-    print(format_zero_shot(results))
     if settings.output is not None:
         templates = {name: list(dataset.templates) for name, dataset in sets.items()}
         content = {
@@ -178,7 +173,7 @@ def run_zero_shot(
             "results": results,
         }
         write_atomically(settings.output, json.dumps(content, indent=1) + "\n")
-    return results
+    return Scores(results, format_zero_shot(results))
 
 
 def format_zero_shot(results: Mapping[str, Mapping[str, Any]]) -> str:

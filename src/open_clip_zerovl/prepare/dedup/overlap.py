@@ -284,18 +284,24 @@ def run_overlap(
     split: str = "test",
     within: int = NEAR,
     threads: int = 4,
-) -> Overlap:
-    """`zerovl data near`: find, print, write `near.json` and `near.html` into `out`. UserError as the functions it calls."""
+) -> str:
+    """Find copies, write `near.json` and `near.html` into `out`, and return what was found in sentences.
+
+    Raises:
+        UserError: as the functions it calls.
+    """
     check_distance(within)
     check_writable(out, folder=True)
     opened = open_test_sets(tests, split=split, threads=threads)
     overlap = find_overlap(data, opened, within=within, threads=threads)
     write_overlap(overlap, out)
-    print(overlap_text(overlap))
+    lines = [overlap_text(overlap), f"Written: {out / 'near.html'}, {out / 'near.json'}"]
     if opened.unreadable:
-        print(f"{opened.unreadable} test pictures could not be decoded and were not compared.")
-    print(f"Written: {out / 'near.html'}, {out / 'near.json'}")
-    return overlap
+        unreadable = (
+            f"{opened.unreadable} test pictures could not be decoded and were not compared."
+        )
+        lines.insert(1, unreadable)
+    return "\n".join(lines)
 
 
 def near_exclusion(

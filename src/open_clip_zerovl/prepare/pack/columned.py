@@ -30,7 +30,8 @@ from open_clip_zerovl.data.columns import (
 from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.pack.classes import ClassTemplates
 from open_clip_zerovl.prepare.pack.places import Places, public_name
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, Columns, PairRow, Reader
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader
+from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
 from open_clip_zerovl.shards.texts import encoding_of

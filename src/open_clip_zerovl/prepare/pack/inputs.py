@@ -21,13 +21,12 @@ from open_clip_zerovl.prepare.pack.columned import (
     open_json,
     saved_files,
 )
-from open_clip_zerovl.prepare.pack.rows import Columns, Reader
+from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels
+from open_clip_zerovl.prepare.settings import FORMATS, Columns
 from open_clip_zerovl.shards.fetch import Unreachable, fetch_file, is_current
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, walk
 from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path
-
-FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
 
 ENDINGS = {
     "table": (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".zip"),

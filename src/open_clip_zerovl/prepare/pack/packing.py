@@ -13,7 +13,6 @@ import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -21,21 +20,18 @@ from typing import Any
 from open_clip_zerovl.core.claim import CONTENT, claim
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.core.flags import flag, positive, seed, share
 from open_clip_zerovl.core.identity import digest_of_all, sha256_of, stamp_of
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
-from open_clip_zerovl.prepare.pack.inputs import FORMATS, fetched, named_input, open_input
+from open_clip_zerovl.prepare.pack.inputs import fetched, named_input, open_input
 from open_clip_zerovl.prepare.pack.page import write_report_page
-from open_clip_zerovl.prepare.pack.rows import Columns, Reader, SourceNames, source_name
-from open_clip_zerovl.prepare.pack.split import Exclusion, exclude, hold_out
+from open_clip_zerovl.prepare.pack.rows import Reader, SourceNames, source_name
+from open_clip_zerovl.prepare.pack.split import exclude, hold_out
 from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split
 from open_clip_zerovl.prepare.public import manifest
-from open_clip_zerovl.prepare.public.download import Limits
-from open_clip_zerovl.prepare.public.gather import Work
-from open_clip_zerovl.prepare.public.pictures import Encoding
+from open_clip_zerovl.prepare.settings import Limits, PackSettings, Work
 
 PACK_FILE = "pack.json"
 REPORT_FILE = "report.json"
@@ -46,78 +42,6 @@ SCRATCH = ".pack"
 FORMAT = 6
 #: Settings on which the shards depend, but not the pictures that are read.
 _LATE = ("test_share", "shard_size", "seed", "left_out")
-
-
-@dataclass(frozen=True)
-class PackSettings:
-    """Settings that decide the contents of the shards, besides the inputs.
-
-    Attributes:
-        form: the form of all inputs (`inputs.FORMATS`); None detects each.
-        columns: names of columns, and the folder of relative paths.
-        templates: the templates of the captions of classes; None for `classes.TEMPLATE`.
-        max_side_px: larger pictures are shrunk to this longer side; None keeps them.
-        min_side_px: smaller pictures are refused.
-        test_share: share of the pictures that is held out.
-        shard_size: samples a shard at most.
-        seed: the seed of the order and of the choice of held-out pictures.
-        exclusions: pictures to leave out.
-    """
-
-    form: str | None = flag(
-        None, "form of the inputs (default: detected)", option="--format", choices=FORMATS
-    )
-    columns: Columns = field(default_factory=Columns)
-    templates: tuple[str, ...] | None = flag(
-        None,
-        'captions of pictures in folders of classes, {} for the class (default: "a photo of a {}.")',
-        option="--template",
-        nargs="+",
-        metavar="TEXT",
-    )
-    max_side_px: int | None = flag(
-        None,
-        "shrink larger pictures to this longer side",
-        option="--max-side",
-        kind=positive,
-        metavar="PX",
-    )
-    min_side_px: int = flag(
-        16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX"
-    )
-    test_share: float = flag(
-        0.0,
-        "hold out this share of the pictures (default: 0, none)",
-        kind=share,
-        metavar="SHARE",
-    )
-    shard_size: int = flag(10_000, "pictures a shard", kind=positive)
-    seed: int = flag(0, "seed of the order and of the choice of held-out pictures", kind=seed)
-    exclusions: Sequence[Exclusion] = ()
-
-    @property
-    def encoding(self) -> Encoding:
-        """Encoding of the pictures: their own bytes where these may stay."""
-        return Encoding(
-            shorter_side_px=None,
-            min_side_px=self.min_side_px,
-            longer_side_px=self.max_side_px,
-            upright=True,
-        )
-
-    def described(self) -> dict[str, Any]:
-        """All of it as JSON."""
-        return {
-            "format": self.form,
-            **asdict(self.columns),
-            "templates": self.templates,
-            "pictures_in": self.columns.pictures_in and str(self.columns.pictures_in),
-            "test_share": self.test_share,
-            "shard_size": self.shard_size,
-            "seed": self.seed,
-            "encoding": self.encoding.settings(),
-            "left_out": [[exclusion.reason, exclusion.settings] for exclusion in self.exclusions],
-        }
 
 
 def pack(

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import flag
-from open_clip_zerovl.data.columns import Wanted, is_utf8
+from open_clip_zerovl.data.columns import is_utf8
 from open_clip_zerovl.data.splits import FolderSplits, by_file_name, split_above
 from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
@@ -45,47 +44,6 @@ class PairRow(NamedTuple):
     name: str = ""
     label: str | None = None
     split: str = "train"
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Columns as the command line names them; None for those that are guessed.
-
-    Attributes:
-        picture: the column of the picture.
-        captions: columns of captions, all of them used.
-        source: the column whose values are the sources.
-        pictures_in: the folder that relative paths are relative to; None for that of the file.
-        separator: between the columns of a table.
-    """
-
-    picture: str | None = flag(
-        None, "path, address or bytes of the picture", option="--picture-column", metavar="COL"
-    )
-    captions: tuple[str, ...] | None = flag(
-        None,
-        "caption; several: all of them are captions",
-        option="--caption-column",
-        nargs="+",
-        metavar="COL",
-    )
-    source: str | None = flag(
-        None,
-        "one source for each value (folder: each first folder on the pictures' paths)",
-        option="--source-column",
-        metavar="COL",
-    )
-    pictures_in: Path | None = flag(
-        None, "folder that relative paths lead from (default: the table's)", metavar="DIR"
-    )
-    separator: str | None = flag(
-        None, "character between columns (default: found in the first line)", metavar="CHAR"
-    )
-
-    @property
-    def names(self) -> Wanted:
-        """The names of columns."""
-        return Wanted(self.picture, self.captions, self.source)
 
 
 class Reader(ABC):

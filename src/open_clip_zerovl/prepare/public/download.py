@@ -12,13 +12,12 @@ import errno
 import ipaddress
 import socket
 import ssl
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.prepare.public.pictures import Failure, Unannounced
+from open_clip_zerovl.prepare.settings import Limits
 from open_clip_zerovl.shards.fetch import announces_end
 
 if TYPE_CHECKING:  # imported where it is used: the flags below are shown by `--help`
@@ -29,26 +28,6 @@ _PRIVATE = "redirect to a private address"
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 10
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one transfer.
-
-    Attributes:
-        idle_seconds: longest wait for a connection, or for the next bytes.
-        total_seconds: longest time of one attempt, redirects included.
-        max_bytes: longest answer.
-        private_redirects: follow redirects to addresses of this machine and its network. Without, a list of addresses from
-            elsewhere reaches only the private addresses that it names itself.
-        user_agent: the name that hosts see; some refuse Python's.
-    """
-
-    idle_seconds: float = 10.0
-    total_seconds: float = flag(30.0, "seconds a picture may take", option="--timeout")
-    max_bytes: int = 50_000_000
-    private_redirects: bool = False
-    user_agent: str = "Mozilla/5.0 (compatible; open_clip_zerovl; research dataset download)"
 
 
 class Downloader:

@@ -12,37 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from open_clip_zerovl.core.flags import flag, part, positive
 from open_clip_zerovl.prepare.public.pictures import Failure, Picture
 from open_clip_zerovl.prepare.public.spool import Spool
-
-
-@dataclass(frozen=True)
-class Work:
-    """Threads, retries and progress of a call. The shards do not depend on them.
-
-    Attributes:
-        threads: pictures fetched and encoded at the same time.
-        attempts: attempts at a picture whose failure is transient.
-        backoff_seconds: pause after the first failed attempt, doubled after each further one.
-        part: (i, n): make shards i, i+n, i+2n ... only, so that n processes or machines can share a folder.
-        retry_failed: try the rows again that failed for a transient reason, of finished shards too.
-        progress: print a progress bar and a last line.
-    """
-
-    threads: int = flag(32, "pictures at the same time", kind=positive)
-    attempts: int = 3
-    backoff_seconds: float = 0.5
-    part: tuple[int, int] = flag(
-        (0, 1), "do every N-th shard: N processes share a folder", kind=part, metavar="I/N"
-    )
-    retry_failed: bool = flag(False, "try rows again that failed for a passing reason")
-    progress: bool = flag(True, "no progress bar, no last line", option="--quiet")
+from open_clip_zerovl.prepare.settings import Work
 
 
 class Gathering:

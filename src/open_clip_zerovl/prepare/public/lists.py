@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.public.download import Downloader, Limits
+from open_clip_zerovl.prepare.public.download import Downloader
 from open_clip_zerovl.prepare.public.inputs import described, locate
-from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, DatasetRow, Work, prepare_pairs
+from open_clip_zerovl.prepare.public.pairs import SHARD_SIZE, DatasetRow, prepare_pairs
+from open_clip_zerovl.prepare.settings import Limits, Work
 from open_clip_zerovl.shards.archives import find_member, json_array, open_member
 
 _LOOK_AT_LINES = 100

@@ -22,9 +22,10 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.public import manifest
-from open_clip_zerovl.prepare.public.gather import Gathering, Work
+from open_clip_zerovl.prepare.public.gather import Gathering
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, Picture, encode_picture
 from open_clip_zerovl.prepare.public.spool import Spool
+from open_clip_zerovl.prepare.settings import Work
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample, read_samples
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 

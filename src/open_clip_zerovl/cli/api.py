@@ -1,0 +1,784 @@
+"""The commands as Python functions. `zerovl COMMAND` reads the words of a call, makes it, and prints the result's text.
+
+Keyword arguments are the flags' names with underscores: `--test-share 0.1` is `test_share=0.1`, `--from` is `from_`. True sets
+a switch; None and False leave a flag out; a list gives several values, a mapping KEY=VALUE each.
+
+    packed = open_clip_zerovl.pack("photos", out="packed", test_share=0.1)
+    tuned = open_clip_zerovl.finetune(from_="ViT-B-32/laion2b_s34b_b79k", data=packed, out="tuned")
+    open_clip_zerovl.search(tuned, "photos", "a red house")
+
+Everything heavy is imported within the functions, so that a command's help does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated as A
+
+from open_clip_zerovl.align.request import AlignFlags
+from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags, ModelFlags
+from open_clip_zerovl.cli.results import Aligned, Hits, Packed, Run, Tuned
+from open_clip_zerovl.cli.train import take_gpus
+from open_clip_zerovl.core.command import as_word, as_words, command
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import flags_of, natural, positive, redeclared
+from open_clip_zerovl.core.flags import seed as a_seed
+from open_clip_zerovl.core.launch import follow_training
+from open_clip_zerovl.core.lazy import load_open_clip
+from open_clip_zerovl.evaluate.settings import (
+    CurveFlags,
+    RetrievalFiles,
+    RetrievalSettings,
+    SearchSettings,
+    ServeSettings,
+    ZeroShotSettings,
+)
+from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
+from open_clip_zerovl.prepare.settings import (
+    Columns,
+    Dataset,
+    Limits,
+    PackSettings,
+    PackWork,
+    SharedWork,
+    Work,
+)
+from open_clip_zerovl.recipe.arguments import REPEATED, parse_settings, settings_of
+from open_clip_zerovl.recipe.flags import TuningFlags
+from open_clip_zerovl.report.tables import Scores
+from open_clip_zerovl.trial.flags import TrialFlags
+
+if TYPE_CHECKING:
+    from open_clip_zerovl.checkpoints.loading import Encoder
+
+Given = str | os.PathLike[str]
+MODELS = "exported folders, training checkpoints, NAME/pretrained"
+Model = A[
+    str,
+    "an exported folder, local-dir:/abs/folder, a training checkpoint (.pt), or open_clip's NAME/pretrained",
+]
+Out = A[Path, "folder to write", "DIR"]
+Pairs = A[
+    str,
+    "pairs: a folder of `zerovl data pack`, of shards or with a table, or named sources as --train-data takes them",
+    "DIR|NAME=SHARDS::...",
+]
+TrainingFlags = A[tuple[str, ...], "training flags", "-- FLAGS"]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@command
+def pack(
+    *inputs: A[
+        str,
+        "a folder of pictures with .txt or .json beside them, or sorted into classes (CLASS/1.jpg), a CSV, TSV or JSON "
+        "lines, parquet, a `datasets` folder (save_to_disk), tars (img2dataset's, for example), a list of addresses; NAME "
+        "makes it a source of its own",
+        "[NAME=]INPUT",
+    ],
+    out: Out,
+    drop_near: A[
+        str | None,
+        "leave out training pictures that are copies of these sets' (as for `data near`)",
+        SETS,
+    ] = None,
+    settings: PackSettings,
+    columns: A[Columns, "columns (default: guessed from their names)"],
+    work: A[PackWork, "work"],
+    limits: A[Limits, "work"],
+) -> Packed:
+    """Write pictures and captions, in the form in which they are, as webdataset shards.
+
+    Beside the shards stand sizes.json, a held-out set and a report. The same call continues where an earlier one stopped.
+
+    Args:
+        inputs: folders, tables, tars or addresses; `NAME=INPUT` makes a source of its own.
+        out: folder to write.
+
+    Raises:
+        UserError: an input of another form, a folder of other inputs, or nothing to pack.
+    """
+    from open_clip_zerovl.prepare.pack.packing import pack as pack_inputs
+    from open_clip_zerovl.prepare.pack.report import next_lines
+
+    exclusions = []
+    if drop_near is not None:
+        from open_clip_zerovl.prepare.dedup.overlap import near_exclusion
+
+        exclusions.append(
+            near_exclusion(drop_near, out, threads=work.threads, progress=work.progress)
+        )
+    settings = replace(settings, columns=columns, exclusions=exclusions)
+    report = pack_inputs(inputs, out, settings, limits=_whole(limits), work=work)
+    text = "\n".join(next_lines(report, out)) if work.progress else ""
+    return Packed(_absolute(out), report, text)
+
+
+def _whole(limits: Limits) -> Limits:
+    """Limits of a transfer whose pauses are no longer than the transfer may be."""
+    return replace(limits, idle_seconds=min(limits.idle_seconds, limits.total_seconds))
+
+
+def _listed(name: str) -> Any:
+    """A dataset whose pictures lie on many hosts."""
+
+    @command
+    def prepare(*, out: Out, dataset: Dataset, work: SharedWork, limits: Limits) -> None:
+        """Write a published dataset as webdataset shards with sizes.json and a manifest.
+
+        The same call continues where an earlier one stopped. docs/datasets.md has the pairs, disk and hours to expect.
+        """
+        from open_clip_zerovl.prepare.public.lists import prepare_list
+
+        prepare_list(name, out, **vars(dataset), limits=_whole(limits), work=work)
+
+    return prepare
+
+
+def _annotated(name: str) -> Any:
+    """A dataset of annotations and archives of pictures."""
+
+    @command
+    def prepare(
+        *,
+        out: Out,
+        dataset: Dataset,
+        seed: A[int, "seed of the order of the samples", a_seed] = 0,
+        work: Work,
+    ) -> None:
+        """Write a published dataset as webdataset shards with sizes.json and a manifest.
+
+        The same call continues where an earlier one stopped. docs/datasets.md has the pairs, disk and hours to expect.
+        """
+        from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy
+        from open_clip_zerovl.prepare.public.vg import prepare_vg
+
+        options = {**vars(dataset), "seed": seed, "work": replace(work, attempts=1)}
+        if name == "vg":
+            prepare_vg(out, **options)
+        else:
+            prepare_karpathy(name, out, **options)
+
+    return prepare
+
+
+sbu, cc3m, cc12m = (_listed(name) for name in ("sbu", "cc3m", "cc12m"))
+vg, coco, f30k = (_annotated(name) for name in ("vg", "coco", "f30k"))
+
+
+@command
+def check(
+    folder: A[Path, "a source's folder of shards", "DIR"],
+    /,
+    *,
+    sizes: A[bool, "only count the samples, from the headers, into sizes.json"] = False,
+    hash: A[bool, "also compare with the manifest's hashes"] = False,
+    decode: A[bool, "also decode every picture (slow)"] = False,
+    threads: A[int, "shards at the same time", positive] = 4,
+) -> str:
+    """Read every sample of shards, or count them into sizes.json. Exit status 2 if one has a fault.
+
+    Raises:
+        UserError: a fault, a table, or a folder that cannot be read.
+    """
+    from open_clip_zerovl.data.table import find_table
+    from open_clip_zerovl.prepare.check import check_shards, write_sizes
+    from open_clip_zerovl.shards.faults import check_report
+
+    if (table := find_table(str(folder))) is not None:
+        raise UserError(
+            f"{table} is a table, whose rows `zerovl data pack` checks; give a folder of shards"
+        )
+    if sizes:
+        counted = write_sizes(folder, threads=threads)
+        return (
+            f"{folder}: {sum(counted.values()):,} samples in {len(counted):,} shards, in sizes.json"
+        )
+    result = check_shards(folder, threads=threads, hashes=hash, decode=decode)
+    if result.faults:
+        print(check_report(result))
+        raise UserError(f"{folder} has {sum(result.faults.values())} faults: see above.")
+    return check_report(result)
+
+
+@command
+def near(
+    data: A[str, "sources as in --train-data: local shards or tables", "NAME=SHARDS::..."],
+    /,
+    *,
+    test: A[str, "sets as for `zerovl retrieval`, or folders of pictures", SETS],
+    split: A[str, "split of the sets"] = "test",
+    out: A[Path, "default near", "DIR"] = Path("near"),
+    distance: A[
+        int | None,
+        "largest distance of a copy, of 256 bits (default 56; see docs/data.md)",
+        natural,
+        "BITS",
+    ] = None,
+    threads: A[int, "pictures at the same time", positive] = 4,
+) -> str:
+    """List the pictures of sources that are copies of test pictures, re-encoded, resized or lightly cropped ones too.
+
+    Raises:
+        UserError: data that cannot be read, or a distance out of range.
+    """
+    from open_clip_zerovl.prepare.dedup.near import NEAR
+    from open_clip_zerovl.prepare.dedup.overlap import run_overlap
+
+    within = NEAR if distance is None else distance
+    return run_overlap(data, test, out, split=split, within=within, threads=threads)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def train(*, name: str, logs: Given = "./logs/", **flags: Any) -> Run:
+    """Train in a child process, whose lines are printed: `zerovl train`.
+
+    An interrupt (KeyboardInterrupt) makes the training save a checkpoint and end. The same call goes on where it stopped, or
+    returns at once where all epochs are done.
+
+    Args:
+        name, logs: the run's folder is logs/name.
+        flags: those of `zerovl train --help`, open_clip's too, and `gpus`: the number of processes (default: one a GPU).
+            `train_data` also takes the result of `pack`, with its held-out sets unless `retrieval_data` is given.
+
+    Raises:
+        UserError: the training failed; its last error is in the sentence.
+    """
+    data = flags.get("train_data")
+    if isinstance(data, Packed):
+        held_out = {"retrieval_data": data.held_out} if data.held_out else {}
+        flags = held_out | flags | {"train_data": data.train_data}
+    given = {"name": name, "logs": logs, "resume": "latest", **flags}
+    processes, arguments = take_gpus(words_of(given, {f"--{flag}" for flag in REPEATED}))
+    follow_training(arguments, processes, lambda line: print(line, flush=True))
+    return Run(_absolute(logs) / name)
+
+
+@command
+def finetune(
+    training: TrainingFlags = (),
+    /,
+    *,
+    from_: A[
+        str,
+        "an exported folder, a training checkpoint, or open_clip's NAME/TAG, such as ViT-B-32/laion2b_s34b_b79k",
+        "MODEL",
+    ],
+    data: Pairs,
+    out: Out,
+    set: A[
+        tuple[str, ...],
+        "set or replace a training flag, or effective-batch; FLAG alone sets a switch, FLAG= removes a flag",
+        "FLAG=VALUE",
+    ] = (),
+    flags: FinetuneFlags,
+    tuning: A[TuningFlags, "as for train"],
+    curve: A[CurveFlags, "weights in between"],
+    model: ModelFlags,
+) -> Tuned:
+    """Fine-tune a model on a thousand to some million pairs, with settings that are chosen and explained.
+
+    Both towers are trained; the best epoch on held-out pairs is kept and interpolated with the weights before (WiSE-FT). The
+    same call goes on with one that was interrupted. Training flags (zerovl train --help) replace the chosen ones: `--set
+    lr=5e-6`, or all of them after `--`; in Python `set={"lr": 5e-6}`.
+
+    Args:
+        from_: the model to start from: a folder, a checkpoint, or open_clip's `NAME/TAG`.
+        data: a folder of `pack`, or named sources.
+        out: folder to write.
+
+    Raises:
+        UserError: bad input, a folder of another fine-tuning, a training that failed.
+    """
+    from open_clip_zerovl.finetune.finetuning import run_finetune
+    from open_clip_zerovl.finetune.request import FinetuneRequest
+
+    given = {
+        each.option.removeprefix("--"): str(getattr(tuning, each.name))
+        for each in flags_of(TuningFlags)
+        if getattr(tuning, each.name) != each.default
+    }
+    request = FinetuneRequest(
+        **vars(flags),
+        **vars(curve),
+        start=_encoder(from_, model),
+        data=data,
+        out=_absolute(out),
+        given={**given, **parse_settings(set), **settings_of(training)},
+    )
+    run_finetune(request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True))
+    return Tuned(request.out, _read(request.out / "finetune.json"))
+
+
+@command
+def align(
+    *,
+    image: A[
+        tuple[str, ...],
+        "timm:NAME or a folder of timm's, an exported folder, a checkpoint, NAME/TAG; several are compared",
+        "ENCODER",
+    ],
+    text: A[
+        tuple[str, ...],
+        "hf:NAME or a folder (transformers, sentence-transformers), an exported folder, a checkpoint, NAME/TAG; several",
+        "ENCODER",
+    ],
+    data: A[str, "pairs, as for finetune", "DIR|NAME=SHARDS::..."],
+    retrieval_data: A[
+        str | None, "held-out pairs in CLIP_benchmark's layout (default: as for finetune)", SETS
+    ] = None,
+    out: Out,
+    flags: AlignFlags,
+) -> Aligned:
+    """Train heads on two frozen encoders, which encode the pairs once.
+
+    A retrieval model takes the time of some epochs of matrix products. The same call goes on with one that was interrupted.
+
+    Args:
+        image, text: an encoder each, or lists of encoders to compare.
+        data: a folder of `pack`, or named sources.
+        out: folder to write.
+
+    Returns:
+        The best pairing; an empty record where torchrun's ranks have only encoded.
+
+    Raises:
+        UserError: encoders, data or settings that do not fit, or a file that cannot be written.
+    """
+    from open_clip_zerovl.align.alignment import run_align
+    from open_clip_zerovl.align.request import AlignRequest
+    from open_clip_zerovl.finetune.data import find_data
+
+    pairs = find_data(data)
+    request = AlignRequest(
+        **vars(flags),
+        images=tuple(dict.fromkeys(image)),
+        texts=tuple(dict.fromkeys(text)),
+        train_data=pairs.train_data,
+        held_out=pairs.held_out if retrieval_data is None else retrieval_data,
+        out=_absolute(out),
+    )
+    pairings = run_align(request)
+    return Aligned(request.out, _read(request.out / "align.json") if pairings else {})
+
+
+@command
+def trial(
+    training: TrainingFlags = (),
+    /,
+    *,
+    from_: A[str | None, "the model to start from, as for finetune", "MODEL"] = None,
+    image: A[
+        str | None, "in its place encoders, which are aligned first: see zerovl align", "ENCODER"
+    ] = None,
+    text: A[str | None, "", "ENCODER"] = None,
+    data: A[str, "pairs, as for finetune", "DIR|NAME=SHARDS::..."],
+    out: Out,
+    flags: TrialFlags,
+    model: ModelFlags,
+) -> None:
+    """Train one model in several ways, and say whether a larger batch, debiased sampling or the whole recipe helps.
+
+    All ways have the same compute, data, seeds and first weights. The same call continues after a stop; more --seeds add runs.
+    Training flags after -- hold for all arms: `-- --freeze text`.
+    """
+    from open_clip_zerovl.trial.running import Request, run_trial
+
+    encoders = None if image is None or text is None else (image, text)
+    if (encoders is None) is (from_ is None) or (encoders is None and (image or text)):
+        raise UserError(
+            "give the start of the trial: --from MODEL, or --image ENCODER --text ENCODER"
+        )
+    request = Request(
+        **vars(flags),
+        start=_encoder(from_ or "", model),
+        data=data,
+        out=_absolute(out),
+        encoders=encoders,
+        given=settings_of(training),
+    )
+    run_trial(request, say=lambda line: print(f"trial: {line}", file=sys.stderr, flush=True))
+
+
+@command
+def export(
+    checkpoint: A[
+        str,
+        "logs/NAME/checkpoints/epoch_N.pt; for transformers also an exported folder or open_clip's NAME/pretrained",
+        "CHECKPOINT",
+    ],
+    out: A[Path | None, "folder to write", "DIR"] = None,
+    /,
+    *,
+    here: A[
+        bool,
+        "CHECKPOINT is an exported folder that was moved: write its new path into it, for stock open_clip, and end",
+    ] = False,
+    format: A[Literal["open_clip", "transformers"], "form of the folder"] = "open_clip",
+    model: A[
+        str | None, "the model's name, if no params.txt beside the checkpoint names it"
+    ] = None,
+    model_config: A[
+        str | None, "one's own model, if params.txt does not find it", "FILE.json"
+    ] = None,
+    text_model: A[
+        str | None, "folder of the HF text tower, if params.txt does not name it", "DIR"
+    ] = None,
+    license: A[
+        str | None, "licence in the model card: mit, apache-2.0, cc-by-4.0, ...", "NAME"
+    ] = None,
+    push_to_hub: A[
+        str | None,
+        "then push the folder to NAMESPACE/NAME on the Hugging Face hub, in one commit",
+        "REPO",
+    ] = None,
+    private: A[bool, "make the repository a private one, if it is not there"] = False,
+    fp16: A[bool, "store the weights in half precision, half the size"] = False,
+    force: A[bool, "replace an earlier export that is there"] = False,
+) -> str:
+    """Write a training checkpoint as a folder for open_clip, or for transformers' AutoModel and AutoProcessor.
+
+    open_clip.create_model_and_transforms loads the first as local-dir:FOLDER.
+
+    Returns:
+        How the folder is loaded.
+
+    Raises:
+        UserError: a checkpoint that cannot be loaded, a folder of other files.
+    """
+    if here:
+        from open_clip_zerovl.checkpoints.export import absolute
+        from open_clip_zerovl.models.local_dir import write_paths_here
+
+        folder = absolute(checkpoint)
+        changed = write_paths_here(folder)
+        return _loading(
+            "Its new path is written" if changed else "Nothing had to be changed", folder
+        )
+    if out is None:
+        raise UserError("a folder to write is missing: zerovl export CHECKPOINT DIR")
+    if private and not push_to_hub:
+        raise UserError("--private needs --push-to-hub, which makes the repository")
+    show_progress()
+    from open_clip_zerovl.checkpoints.hub import check_hub, push_folder
+
+    if push_to_hub:
+        check_hub(push_to_hub)
+    options: dict[str, Any] = {
+        "model": _own_model(model_config) or model,
+        "text_model": text_model,
+        "precision": "fp16" if fp16 else None,
+        "licence": license,
+        "force": force,
+    }
+    if format == "transformers":
+        from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
+
+        folder = export_transformers(checkpoint, out, **options)
+        said = f"Exported. Load it with transformers.AutoModel.from_pretrained('{folder}') and AutoProcessor."
+    else:
+        from open_clip_zerovl.checkpoints.export import export_local_dir, loading_notes
+
+        folder = export_local_dir(checkpoint, out, **options)
+        said = _loading("Exported", folder.resolve(), *loading_notes(folder, moved=not push_to_hub))
+    if push_to_hub:
+        logging.getLogger(push_folder.__module__).info("pushing %s to %s", folder, push_to_hub)
+        said += f"\nPushed: {push_folder(folder, push_to_hub, private=private)}"
+    return said
+
+
+def show_progress() -> None:
+    """Print the progress lines of `checkpoints` from now on, and one at once, since imports take seconds."""
+    logger = logging.getLogger("open_clip_zerovl.checkpoints")
+    logger.setLevel(logging.INFO)
+    lines = logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("zerovl: %(message)s"))
+    logger.handlers = [lines]
+    logger.propagate = False  # a handler of the root, which open_clip's first warning adds, would repeat these lines
+    logger.info("loading open_clip")
+    load_open_clip()
+
+
+def _loading(done: str, folder: Path, *notes: str) -> str:
+    load = f"{done}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}')."
+    return "\n".join([load, *notes])
+
+
+@command
+def doctor(*, logs: A[Path, "where runs would be kept", "DIR"] = Path("logs")) -> int:
+    """Write one page to paste into an issue: versions, a DGA step on every device, and limits that end runs.
+
+    Exit status 1 where something is wrong.
+    """
+    from open_clip_zerovl.cli.doctor import examine, page
+
+    print("zerovl doctor: checking packages, devices and limits ...", file=sys.stderr)
+    findings = examine(logs)
+    print(page(findings))
+    return int(any(finding.problem is not None for finding in findings))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(model: Given, data: Given, task: str = "retrieval", **flags: Any) -> Scores:
+    """Score a model: `zerovl retrieval`, or `zerovl zero-shot` with `task="zero-shot"`.
+
+    Args:
+        model: a folder, a checkpoint, `NAME/TAG`, or the result of `train`, `finetune` or `align`.
+        data: sets, `NAME=SET::...`.
+        flags: those of the command.
+
+    Raises:
+        UserError: as the command's errors.
+    """
+    tasks: dict[str, Callable[..., Scores]] = {"retrieval": retrieval, "zero-shot": zero_shot}
+    if task not in tasks:
+        raise UserError(f"task={task!r} is not one of {', '.join(tasks)}")
+    return tasks[task](model, data=data, **flags)
+
+
+@command
+def retrieval(
+    *models: A[Model, "", "[NAME=]MODEL"],
+    data: A[
+        str,
+        "a set is a folder in CLIP_benchmark's webdataset layout, shards as training reads them, a table of pairs "
+        "(pairs.csv, or valid_anno.csv@PICTURES) or dataset_coco.json@PICTURES (Karpathy)",
+        SETS,
+    ],
+    flags: ModelFlags,
+    settings: RetrievalSettings,
+    files: RetrievalFiles,
+) -> Scores:
+    """Score zero-shot retrieval both ways, with the checkpoint's own transform, as CLIP_benchmark measures it.
+
+    Several models are scored on the same pairs, with the difference of RSUM from the first. On several GPUs: torchrun
+    --nproc-per-node=N -m open_clip_zerovl.cli retrieval ...
+    """
+    from open_clip_zerovl.evaluate.retrieval.score import run_retrieval, run_retrievals
+
+    if len(models) > 1:
+        return run_retrievals(_encoders(models, flags), data, settings, files)
+    return run_retrieval(_encoder(models[0], flags), data, settings, files)
+
+
+@command
+def zero_shot(
+    model: A[Model, "", "MODEL"],
+    /,
+    *,
+    data: A[
+        str,
+        "a set is a folder of class folders (or of sources with such folders), shards with a class, a folder in "
+        "CLIP_benchmark's layout",
+        SETS,
+    ],
+    flags: ModelFlags,
+    settings: ZeroShotSettings,
+) -> Scores:
+    """Score zero-shot classification as CLIP_benchmark measures it, with intervals, for each class and source.
+
+    A class is the mean of its captions in all templates.
+    """
+    from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
+
+    return run_zero_shot(_encoder(model, flags), data, settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeFlags(ModelFlags):
+    """Flags of a model of which only the image tower runs."""
+
+    batch_size: int = redeclared(EncoderFlags, "batch_size", 256)
+
+
+@command
+def linear_probe(
+    model: A[Model, "", "MODEL"],
+    /,
+    *,
+    train: A[
+        str, "a folder of class folders, or webdataset shards (DIR or DIR/{000..099}.tar)", "DATA"
+    ],
+    test: A[str, "the test set", "DATA"],
+    out: A[Path, "results and stored features", "DIR"],
+    label: A[str, "member that holds the class", "cls|json:FIELD"] = "cls",
+    amp: A[bool, "run the tower in bf16"] = False,
+    seed: A[int, "of the images by which C is chosen", a_seed] = 0,
+    flags: ProbeFlags,
+) -> str:
+    """Fit logistic regression on the image tower's features before the projection.
+
+    An interrupted call with the same --out continues.
+    """
+    from open_clip_zerovl.evaluate.probe import probe_row, run_linear_probe
+
+    how: dict[str, Any] = {"out": out, "label": label, "amp": amp, "seed": seed}
+    result = run_linear_probe(_encoder(model, flags), train, test, **how)
+    return f"{probe_row(result)}\nWritten to {out}"
+
+
+def search(model: Given, pictures: Given, words: str = "", **flags: Any) -> Hits:
+    """Find pictures by words, by a picture (`image=FILE`), or by both: `zerovl search`.
+
+    Args:
+        model: as for `evaluate`.
+        pictures: a folder of pictures, shards, or a table.
+        flags: those of the command; `best=K` pictures are returned.
+
+    Raises:
+        UserError: as the command's errors.
+    """
+    hits = search_words(model, pictures, words, **flags)
+    assert hits is not None  # only a served page has none
+    return hits
+
+
+@command
+def search_words(
+    *words: A[
+        str,
+        f"models ({MODELS}); a folder of pictures, shards (DIR or DIR/{{000..099}}.tar), or a CSV; the words "
+        '("" with --image alone; none with --serve)',
+        "[NAME=]MODEL ... DIR WORDS",
+    ],
+    flags: ModelFlags,
+    settings: SearchSettings,
+    page: ServeSettings,
+) -> Hits | None:
+    """Find the pictures of a folder that are nearest to a text or to a picture.
+
+    Pictures are embedded once and kept; changed ones, and those for another model, are embedded again. A call that was stopped
+    continues when it is made again.
+
+    Returns:
+        The hits of the first model; None with --serve.
+    """
+    given = list(words)
+    query = "" if page.serve else given.pop()
+    if len(given) < 2:
+        raise UserError("give a model, a folder of pictures, and the words to search for")
+    data = given.pop()
+    if page.serve:
+        from open_clip_zerovl.evaluate.search.serve import serve
+
+        serve(_encoders(given, flags), data, page, settings.cache)
+        return None
+    from open_clip_zerovl.evaluate.search.ranking import run_search
+
+    if not query.strip() and settings.image is None:
+        raise UserError("there is nothing to search for: give words, or a picture by --image")
+    results, text = run_search(_encoders(given, flags), data, replace(settings, words=query))
+    first = next(iter(results.values()))
+    return Hits(first.hits, first.pictures, text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What several functions share
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def words_of(flags: Mapping[str, Any], repeated: Collection[str]) -> list[str]:
+    """Keyword arguments as the words of a command line.
+
+    Args:
+        repeated: options that are given once for each of several values; others take all values after one.
+    """
+    line: list[str] = []
+    for name, value in flags.items():
+        option = "--" + name.removesuffix("_").replace("_", "-")
+        if isinstance(value, Mapping):
+            value = as_words(value)
+        if value is None or value is False:
+            continue
+        if value is True:
+            line.append(option)
+        elif isinstance(value, (list, tuple)) and option not in repeated:
+            line += [option, *map(as_word, value)]
+        else:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            line += [f"{option}={as_word(item)}" for item in values]
+    return line
+
+
+def _encoder(model: str, flags: ModelFlags, *, one_of_several: bool = False) -> Encoder:
+    """The encoder of a model with a command's flags.
+
+    Args:
+        one_of_several: the flags are of the training checkpoints among the command's models; an exported folder beside them
+            has its own config and text tower. Else a folder is given them too, and refuses them.
+    """
+    from open_clip_zerovl.checkpoints.loading import Encoder
+
+    described: dict[str, Any] = {"model_name": None, "text_model": None}
+    if not one_of_several or Path(model).expanduser().is_file():
+        name = _own_model(flags.model_config) or flags.model_name
+        described = {"model_name": name, "text_model": flags.text_model}
+    described |= {"device": flags.device, "batch_size": flags.batch_size, "workers": flags.workers}
+    return Encoder(model=model, **described)
+
+
+def _encoders(models: Sequence[str], flags: ModelFlags) -> dict[str, Encoder]:
+    """The encoders of a command's models, by the names that these have: [NAME=]MODEL."""
+    return {
+        name: _encoder(model, flags, one_of_several=True)
+        for name, model in name_models(models).items()
+    }
+
+
+def _own_model(file: str | None) -> str | None:
+    """The name of the model of `--model-config`, which is registered; None without the flag."""
+    if file is None:
+        return None
+    from open_clip_zerovl.models.model_file import register_model_file
+
+    return register_model_file(file)
+
+
+def name_models(models: Sequence[str]) -> dict[str, str]:
+    """Names of models, given as `NAME=MODEL` or taken from the path.
+
+        ["random=a.pt", "logs/run/checkpoints/epoch_9.pt"]  ->  {"random": "a.pt", "run": "logs/run/checkpoints/epoch_9.pt"}
+
+    Raises:
+        UserError: two models of one name, or one without a name.
+    """
+    named: dict[str, str] = {}
+    for entry in models:
+        name, equals, path = entry.partition("=")
+        if not equals or "/" in name:
+            name, path = "", entry
+        if not name:
+            place = Path(path.removeprefix("local-dir:"))
+            name = place.parent.parent.name if place.parent.name == "checkpoints" else place.stem
+        if not name or not path or name in named:
+            raise UserError(
+                f"model {entry!r} needs a name of its own; write NAME={path or 'MODEL'}"
+            )
+        named[name] = path
+    return named
+
+
+def _absolute(folder: Given) -> Path:
+    return Path(folder).expanduser().absolute()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))

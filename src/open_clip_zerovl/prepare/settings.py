@@ -1,0 +1,204 @@
+"""Settings of the commands that write shards, which are also their flags. Imports nothing heavy, so that help comes at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from open_clip_zerovl.core.flags import flag, part, positive, redeclared, seed, share
+
+if TYPE_CHECKING:
+    from open_clip_zerovl.data.columns import Wanted
+    from open_clip_zerovl.prepare.public.pictures import Encoding
+
+FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one transfer.
+
+    Attributes:
+        idle_seconds: longest wait for a connection, or for the next bytes.
+        total_seconds: longest time of one attempt, redirects included.
+        max_bytes: longest answer.
+        private_redirects: follow redirects to addresses of this machine and its network. Without, a list of addresses from
+            elsewhere reaches only the private addresses that it names itself.
+        user_agent: the name that hosts see; some refuse Python's.
+    """
+
+    idle_seconds: float = 10.0
+    total_seconds: float = flag(30.0, "seconds a picture may take", option="--timeout")
+    max_bytes: int = 50_000_000
+    private_redirects: bool = False
+    user_agent: str = "Mozilla/5.0 (compatible; open_clip_zerovl; research dataset download)"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Threads, retries and progress of a call. The shards do not depend on them.
+
+    Attributes:
+        threads: pictures fetched and encoded at the same time.
+        attempts: attempts at a picture whose failure is transient.
+        backoff_seconds: pause after the first failed attempt, doubled after each further one.
+        part: (i, n): make shards i, i+n, i+2n ... only, so that n processes or machines can share a folder.
+        retry_failed: try the rows again that failed for a transient reason, of finished shards too.
+        progress: print a progress bar and a last line.
+    """
+
+    threads: int = flag(32, "pictures at the same time", kind=positive)
+    attempts: int = 3
+    backoff_seconds: float = 0.5
+    part: tuple[int, int] = (0, 1)
+    retry_failed: bool = flag(False, "try rows again that failed for a passing reason")
+    progress: bool = flag(True, "no progress bar, no last line", option="--quiet")
+
+
+@dataclass(frozen=True)
+class SharedWork(Work):
+    """Work on a list that several processes may share."""
+
+    part: tuple[int, int] = flag(
+        (0, 1), "do every N-th shard: N processes share a folder", kind=part, metavar="I/N"
+    )
+
+
+@dataclass(frozen=True)
+class PackWork(Work):
+    """Work on pictures that mostly lie on this disk."""
+
+    threads: int = redeclared(Work, "threads", max(8, 2 * (os.cpu_count() or 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Annotations of a public dataset, and the size of its shards."""
+
+    source: tuple[str, ...] | None = flag(
+        None,
+        "local annotation files, and folders or zips of pictures (default: fetch them)",
+        nargs="+",
+        metavar="FILE",
+    )
+    shard_size: int = flag(10_000, "rows a shard", kind=positive)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns as the command line names them; None for those that are guessed.
+
+    Attributes:
+        picture: the column of the picture.
+        captions: columns of captions, all of them used.
+        source: the column whose values are the sources.
+        pictures_in: the folder that relative paths are relative to; None for that of the file.
+        separator: between the columns of a table.
+    """
+
+    picture: str | None = flag(
+        None, "path, address or bytes of the picture", option="--picture-column", metavar="COL"
+    )
+    captions: tuple[str, ...] | None = flag(
+        None,
+        "caption; several: all of them are captions",
+        option="--caption-column",
+        nargs="+",
+        metavar="COL",
+    )
+    source: str | None = flag(
+        None,
+        "one source for each value (folder: each first folder on the pictures' paths)",
+        option="--source-column",
+        metavar="COL",
+    )
+    pictures_in: Path | None = flag(
+        None, "folder that relative paths lead from (default: the table's)", metavar="DIR"
+    )
+    separator: str | None = flag(
+        None, "character between columns (default: found in the first line)", metavar="CHAR"
+    )
+
+    @property
+    def names(self) -> Wanted:
+        """The names of columns."""
+        from open_clip_zerovl.data.columns import Wanted
+
+        return Wanted(self.picture, self.captions, self.source)
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """Settings that decide the contents of the shards, besides the inputs.
+
+    Attributes:
+        form: the form of all inputs (FORMATS); None detects each.
+        columns: names of columns, and the folder of relative paths.
+        templates: the templates of the captions of classes; None for `classes.TEMPLATE`.
+        max_side_px: larger pictures are shrunk to this longer side; None keeps them.
+        min_side_px: smaller pictures are refused.
+        test_share: share of the pictures that is held out.
+        shard_size: samples a shard at most.
+        seed: the seed of the order and of the choice of held-out pictures.
+        exclusions: pictures to leave out (`split.Exclusion`).
+    """
+
+    form: str | None = flag(
+        None, "form of the inputs (default: detected)", option="--format", choices=FORMATS
+    )
+    columns: Columns = field(default_factory=Columns)
+    templates: tuple[str, ...] | None = flag(
+        None,
+        'captions of pictures in folders of classes, {} for the class (default: "a photo of a {}.")',
+        option="--template",
+        nargs="+",
+        metavar="TEXT",
+    )
+    max_side_px: int | None = flag(
+        None,
+        "shrink larger pictures to this longer side",
+        option="--max-side",
+        kind=positive,
+        metavar="PX",
+    )
+    min_side_px: int = flag(
+        16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX"
+    )
+    test_share: float = flag(
+        0.0,
+        "hold out this share of the pictures (default: 0, none)",
+        kind=share,
+        metavar="SHARE",
+    )
+    shard_size: int = flag(10_000, "pictures a shard", kind=positive)
+    seed: int = flag(0, "seed of the order and of the choice of held-out pictures", kind=seed)
+    exclusions: Sequence[Any] = ()
+
+    @property
+    def encoding(self) -> Encoding:
+        """Encoding of the pictures: their own bytes where these may stay."""
+        from open_clip_zerovl.prepare.public.pictures import Encoding
+
+        return Encoding(
+            shorter_side_px=None,
+            min_side_px=self.min_side_px,
+            longer_side_px=self.max_side_px,
+            upright=True,
+        )
+
+    def described(self) -> dict[str, Any]:
+        """All of it as JSON."""
+        return {
+            "format": self.form,
+            **asdict(self.columns),
+            "templates": self.templates,
+            "pictures_in": self.columns.pictures_in and str(self.columns.pictures_in),
+            "test_share": self.test_share,
+            "shard_size": self.shard_size,
+            "seed": self.seed,
+            "encoding": self.encoding.settings(),
+            "left_out": [[exclusion.reason, exclusion.settings] for exclusion in self.exclusions],
+        }
