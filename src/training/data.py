@@ -29,7 +29,7 @@ from training.stock_data import check_stock_data
 
 if TYPE_CHECKING:
     from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
-    from open_clip_zerovl.prepare.pack.rows import Columns
+    from open_clip_zerovl.prepare.settings import Columns
 
 # open_clip's main calls evaluate() only if the data has one of its own keys; it does not read this one itself.
 PLACEHOLDER_KEY = "val"
@@ -320,7 +320,7 @@ def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:
 
 def _columns(args: argparse.Namespace) -> Columns:
     """Return columns and separator of tables if a flag differs from open_clip's default; None for the rest."""
-    from open_clip_zerovl.prepare.pack.rows import Columns
+    from open_clip_zerovl.prepare.settings import Columns
 
     stock = {"csv_img_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"}
     image, caption, separator = (

@@ -20,7 +20,7 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare import door
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.prepare.pack.packing import pack
-from open_clip_zerovl.prepare.public.gather import Work
+from open_clip_zerovl.prepare.settings import Work
 from support.pairs import picture
 from training.resume import described
 

@@ -24,9 +24,9 @@ from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.prepare.pack.collect import is_address
 from open_clip_zerovl.prepare.pack.inputs import ENDINGS, fetched, open_input
-from open_clip_zerovl.prepare.pack.packing import FORMAT, REPORT_FILE, PackSettings, pack
-from open_clip_zerovl.prepare.pack.rows import Columns, Reader
-from open_clip_zerovl.prepare.public.gather import Work
+from open_clip_zerovl.prepare.pack.packing import FORMAT, REPORT_FILE, pack
+from open_clip_zerovl.prepare.pack.rows import Reader
+from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 
 MOST_ROWS = 1_000_000  # of an input; it is scanned at each start, which takes about 15 seconds then
