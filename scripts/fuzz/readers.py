@@ -36,7 +36,7 @@ from open_clip_zerovl.evaluate.search.ranking import embed_collection
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.model_file import register_model_file
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
-from open_clip_zerovl.prepare.check import check_shards, write_sizes
+from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.public.vg import largest_phrases
@@ -45,7 +45,6 @@ from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.report.run_page import write_run_page
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.archives import find_member
-from open_clip_zerovl.shards.faults import check_report
 from open_clip_zerovl.shards.pictures import BadPicture
 from scripts.fuzz import inputs
 from training import checkpointing, resume

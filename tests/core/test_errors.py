@@ -19,8 +19,7 @@ from open_clip_zerovl import cli
 from open_clip_zerovl.cli import program
 from open_clip_zerovl.core.errors import UserError, ended, printable
 from open_clip_zerovl.data.retrieval import open_retrieval_set
-from open_clip_zerovl.prepare.check import check_shards
-from open_clip_zerovl.shards.faults import check_report
+from open_clip_zerovl.prepare.check import check_report, check_shards
 from support.tars import png, write_tar
 
 KEY = "a\x1b[2J\x1b]0;title\x07\u202e"

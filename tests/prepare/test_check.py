@@ -13,8 +13,7 @@ from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.data.sources import count_tar_samples
-from open_clip_zerovl.prepare.check import check_shards, write_sizes
-from open_clip_zerovl.shards.faults import check_report
+from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
 from open_clip_zerovl.shards.headers import BrokenTar, Member, walk_tar
 from open_clip_zerovl.shards.members import Sample, read_samples
 from open_clip_zerovl.shards.writing import write_shard

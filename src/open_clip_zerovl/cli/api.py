@@ -192,8 +192,7 @@ def check(
         UserError: a fault, a table, or a folder that cannot be read.
     """
     from open_clip_zerovl.data.table import find_table
-    from open_clip_zerovl.prepare.check import check_shards, write_sizes
-    from open_clip_zerovl.shards.faults import check_report
+    from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
 
     if (table := find_table(str(folder))) is not None:
         raise UserError(

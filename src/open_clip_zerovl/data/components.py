@@ -28,8 +28,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.selection import SELECTION
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.data.table import EXTENSIONS, PACKED
-from open_clip_zerovl.shards.fetch import matching_urls
-from open_clip_zerovl.shards.urls import REMOTE, is_command, is_parquet, local_path
+from open_clip_zerovl.shards.urls import REMOTE, is_command, is_parquet, local_path, matching_urls
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, read_sizes
 
 _NAMED_SIZES = re.compile(r"(.+)@([^@]+\.json)", re.DOTALL)

@@ -43,11 +43,11 @@ from open_clip_zerovl.data.selection import Selection, load_selection
 from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.splits import require_training, shards_of_split
 from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, open_table
-from open_clip_zerovl.shards.fetch import ShardCache, check_openable
+from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import BYTES_BEHIND, ShardError, locate_samples, stream_samples
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
-from open_clip_zerovl.shards.urls import REMOTE, is_parquet, local_path
+from open_clip_zerovl.shards.urls import REMOTE, check_openable, is_parquet, local_path
 from open_clip_zerovl.shards.writing import SHARD_COUNT
 
 

@@ -1,9 +1,5 @@
 """Remote shards as local files: fetched whole, once a machine, continued where a transfer broke, kept up to a size.
 
-    https:, http:, hf:     a server, which is asked for the rest of a file (Range) and names its version (ETag)
-    s3:, gs: ...           a store that fsspec opens
-    pipe:COMMAND           the output of a command, which runs again from its beginning
-
     DIR/3f9c2a71-00012.tar/       one remote shard in a cache
         8d02e1b6-00012.tar        the whole file, with the hash of its version
         part, room                what has come of a file, and an empty file of the length that it will have
@@ -18,52 +14,43 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import http.client
 import os
 import queue
 import random
 import re
 import secrets
-import select
 import shutil
-import socket
-import ssl
-import subprocess
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import quote, unquote
-from urllib.request import Request, urlopen
+from urllib.error import HTTPError
 
 from tqdm.auto import tqdm
 
-from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import lock_file, locked, user_cache
 from open_clip_zerovl.shards.members import lacks_end
-from open_clip_zerovl.shards.urls import HTTP, is_command, local_path
+from open_clip_zerovl.shards.urls import (
+    Answer,
+    Broken,
+    ask,
+    asked_wait,
+    is_command,
+    local_path,
+    reason_of,
+)
 
-_BLOCK_BYTES = 1 << 20
 _ROOM_BYTES = 1 << 26  # reserved at a time where the length is unknown
 _PROGRESS_BYTES = 1 << 16  # new bytes after which the count of retries begins again
 _SLOWEST_BYTES_PER_SECOND = 1024
 _COMMAND_RETRIES = 3  # a command may have its own retries besides
 _OTHER_FILE = "no tar or parquet"
 _OTHER_FILES = 3  # attempts at a file that comes whole and is no shard
-# Types of an error, the reason in a few words, and whether a retry may help.
-_REASONS: tuple[tuple[Any, str, bool], ...] = (
-    (ssl.SSLCertVerificationError, "bad certificate", False),
-    (FileNotFoundError, "no such file", False),
-    (PermissionError, "no permission", False),
-    (TimeoutError, "server sent nothing", True),
-    ((ConnectionRefusedError, socket.gaierror), "no connection", True),
-    ((ConnectionError, http.client.HTTPException), "cut off", True),
-)
 
 
 class Unreachable(OSError):
@@ -76,10 +63,6 @@ class Unreachable(OSError):
     def __init__(self, message: str, passing: bool) -> None:
         super().__init__(message)
         self.passing = passing
-
-
-class _Broken(Exception):
-    """An attempt failed; the message is the reason."""
 
 
 def _ignore(_: Any) -> None:
@@ -384,12 +367,18 @@ class _Transfer:
             Unreachable: the server does not answer.
         """
         try:
-            with closing(_ask(self.url, 0, self.policy)) as answer:
+            with closing(self._ask(0)) as answer:
                 return answer.version == self.version
         except UserError:
             raise
         except Exception as error:  # fsspec's file systems raise errors of any type
-            raise Unreachable(*_reason_of(error)) from error
+            raise Unreachable(*reason_of(error)) from error
+
+    def _ask(self, at: int) -> Answer:
+        policy = self.policy
+        return ask(
+            self.url, at, stall_seconds=policy.stall_seconds, command_seconds=policy.command_seconds
+        )
 
     def _came(self) -> int:
         return self.part.stat().st_size if self.part.is_file() else 0
@@ -403,7 +392,7 @@ class _Transfer:
         policy, came = self.policy, self._came()
         if came >= self._progressed + _PROGRESS_BYTES:
             self._failures, self._progressed = 0, came
-        reason, passing = _reason_of(error)
+        reason, passing = reason_of(error)
         passing &= reason != _OTHER_FILE or self._retries.count(reason) < _OTHER_FILES - 1
         most = 0 if policy.failed else policy.retries  # an outage is waited out once
         if is_command(self.url):
@@ -417,7 +406,7 @@ class _Transfer:
                 policy.failed.setdefault(self.url, sentence)
             raise Unreachable(sentence, passing) from error
         wait = policy.first_wait_seconds * 2**self._failures * random.SystemRandom().uniform(0.5, 1)
-        time.sleep(min(policy.longest_wait_seconds, max(wait, _asked_wait(error))))
+        time.sleep(min(policy.longest_wait_seconds, max(wait, asked_wait(error))))
         policy.retried(reason)
         self._retries.append(reason)
         self._failures += 1
@@ -426,7 +415,7 @@ class _Transfer:
         """Fetch the rest of the file."""
         at = self._came() if self.version else 0
         try:
-            answer = _ask(self.url, at, self.policy)
+            answer = self._ask(at)
         except HTTPError as error:
             if error.code == 416:  # no byte follows: the part is whole, or of another version
                 self.part.unlink(missing_ok=True)
@@ -437,18 +426,18 @@ class _Transfer:
             self.mark.write_text(answer.version or secrets.token_hex(8), encoding="utf-8")
             if changed and answer.begins:
                 self.part.unlink()
-                raise _Broken("changed on its server")
+                raise Broken("changed on its server")
             self._receive(answer)
         if answer.total not in (None, self._came()):
-            raise _Broken("cut off")
+            raise Broken("cut off")
         fault = "cut off" if not answer.announced and lacks_end(self.part) else None
         if fault is None and self.check is not None and not self.check(self.part):
             fault = _OTHER_FILE
         if fault is not None:
             self.part.unlink()
-            raise _Broken(fault)
+            raise Broken(fault)
 
-    def _receive(self, answer: _Answer) -> None:
+    def _receive(self, answer: Answer) -> None:
         """Write an answer behind the bytes that it follows."""
         stall_seconds = self.policy.stall_seconds
         room, size = answer.total or 0, answer.begins
@@ -474,7 +463,7 @@ class _Transfer:
                 seconds = time.monotonic() - begin
                 if seconds > stall_seconds and not is_command(self.url):
                     if size - began_at < _SLOWEST_BYTES_PER_SECOND * seconds:
-                        raise _Broken(f"came slower than {_SLOWEST_BYTES_PER_SECOND} bytes/s")
+                        raise Broken(f"came slower than {_SLOWEST_BYTES_PER_SECOND} bytes/s")
                     begin, began_at = time.monotonic(), size
             file.flush()
             os.fsync(file.fileno())  # else a power cut could leave an empty file
@@ -482,203 +471,3 @@ class _Transfer:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """The bytes of a file from some byte on.
-
-    Attributes:
-        begins: number of the first byte.
-        total: bytes of the whole file; None if unknown.
-        version: a text that changes when the file is replaced by another (ETag, date, length); None if unknown.
-        announced: False if the file ends where the connection does, so that a broken one looks like the end.
-    """
-
-    pieces: Iterator[bytes]
-    close: Callable[[], None]
-    begins: int = 0
-    total: int | None = None
-    version: str | None = None
-    announced: bool = True
-
-
-def _ask(url: str, at: int, policy: RetryPolicy) -> _Answer:
-    """Ask for the bytes from `at` on; the answer begins there or before."""
-    if is_command(url):
-        return _ask_command(url, policy.command_seconds)
-    if url.startswith("hf:"):
-        return _ask_server(*_on_the_hub(url), at, policy.stall_seconds)
-    if url.partition(":")[0].lower() in HTTP:
-        return _ask_server(url, {}, at, policy.stall_seconds)
-    return _ask_store(url, at)
-
-
-def _ask_server(url: str, token: dict[str, str], at: int, stall_seconds: float) -> _Answer:
-    """Ask a web server; a server that it redirects to does not see the token."""
-    # What is escaped stays as it is written: a signature may cover it.
-    request = Request(quote(url, safe="%:/?#[]@!$&'()*+,;=~"))
-    request.add_header("User-Agent", "open_clip_zerovl")
-    request.add_header("Accept-Encoding", "identity")
-    if at:
-        request.add_header("Range", f"bytes={at}-")
-    for name, value in token.items():
-        request.add_unredirected_header(name, value)
-    answer = urlopen(request, timeout=stall_seconds)
-    given, begins = answer.headers, 0
-    length = given.get("Content-Length")
-    if answer.status == 206:
-        answered = re.match(r"bytes (\d+)-\d+/(\d+)?", given.get("Content-Range", ""))
-        begins, length = (int(answered[1]), answered[2]) if answered else (at, None)
-    if begins > at:
-        answer.close()
-        raise _Broken("another range than was asked for")
-    version = given.get("ETag") or given.get("Last-Modified") or (length and f"{length} bytes")
-    pieces = iter(lambda: answer.read1(_BLOCK_BYTES), b"")
-    total = None if length is None else int(length)
-    return _Answer(pieces, answer.close, begins, total, version, announces_end(given))
-
-
-def announces_end(headers: Mapping[str, str]) -> bool:
-    """Return whether an answer's headers or chunks show its end; else a reset connection ends as a closed one."""
-    return "Content-Length" in headers or "Transfer-Encoding" in headers
-
-
-def _on_the_hub(url: str) -> tuple[str, dict[str, str]]:
-    """Return the https URL of a file on the Hugging Face hub, and the headers with the user's token.
-
-        hf://datasets/USER/NAME/train/00000.tar, hf://datasets/USER/NAME@REVISION/train/00000.tar
-
-    Raises:
-        UserError: a URL of another form.
-    """
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
-
-    match = re.fullmatch(r"hf://(datasets/)?(?!datasets/)([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", url)
-    if match is None:
-        raise UserError(
-            f"shard {url} names no file on the hub; write hf://datasets/USER/NAME/FILE.tar"
-        )
-    kind, repository, revision, file = match.groups()
-    address = hf_hub_url(
-        repository,
-        file,
-        repo_type="dataset" if kind else "model",
-        revision=unquote(revision or "main"),  # refs%2Fpr%2F1
-        endpoint=os.environ.get("HF_ENDPOINT"),
-    )
-    return address, build_hf_headers()
-
-
-def _ask_store(url: str, at: int) -> _Answer:
-    file_system, path = _file_system_of(url)
-    file_system.invalidate_cache()
-    file = file_system.open(path, "rb", block_size=4 * _BLOCK_BYTES, cache_type="readahead")
-    file.seek(at)
-    about = getattr(file, "details", None) or file_system.info(path)
-    names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created", "size")
-    version = " ".join(str(about[name]) for name in names if about.get(name) is not None)
-    pieces = iter(lambda: file.read(4 * _BLOCK_BYTES), b"")
-    return _Answer(pieces, file.close, at, about.get("size"), version)
-
-
-def _file_system_of(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, and the path in it.
-
-    Raises:
-        UserError: no installed package opens such URLs.
-    """
-    try:
-        import fsspec
-
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec does not know
-        raise UserError(
-            f"shard {url} cannot be opened ({first_line(error)}); install what fsspec asks for, or give a command that prints "
-            "its bytes, as in 'pipe:aws s3 cp URL -'"
-        ) from error
-
-
-def check_openable(url: str) -> None:
-    """Check that an installed package opens URLs of this kind.
-
-    Raises:
-        UserError: no installed package does.
-    """
-    if url.startswith("hf:"):
-        _on_the_hub(url)
-    elif local_path(url) is None and not is_command(url):
-        _file_system_of(url)
-
-
-def matching_urls(pattern: str) -> list[str]:
-    """Return the URLs of the files that a pattern with * names in a store, in order.
-
-    Raises:
-        UserError: the store cannot be listed.
-    """
-    options = {"endpoint": os.environ.get("HF_ENDPOINT")} if pattern.startswith("hf:") else {}
-    try:
-        import fsspec
-
-        file_system, path = fsspec.core.url_to_fs(pattern, **options)
-        return [file_system.unstrip_protocol(file) for file in sorted(file_system.glob(path))]
-    except Exception as error:  # fsspec's file systems raise errors of any type
-        raise UserError(
-            f"the files of {pattern} cannot be listed ({_reason_of(error)[0]}); check the address, or write the names with "
-            "braces, as {00000..00099}"
-        ) from error
-
-
-def _ask_command(url: str, most_seconds: float) -> _Answer:
-    process = subprocess.Popen(
-        url.removeprefix("pipe:"), shell=True, stdout=subprocess.PIPE, bufsize=0
-    )
-    output = process.stdout
-    assert output is not None
-
-    def read() -> bytes:
-        if most_seconds and not select.select([output], [], [], most_seconds)[0]:
-            raise UserError(
-                f"shard {url} has stalled: nothing came for {most_seconds:g} s; check the command"
-            )
-        return output.read(_BLOCK_BYTES)
-
-    def pieces() -> Iterator[bytes]:
-        yield from iter(read, b"")
-        if process.wait() != 0:
-            raise _Broken(f"command ended with status {process.returncode}")
-
-    def close() -> None:
-        output.close()
-        process.kill()  # it may ignore that its output is closed
-        process.wait()
-
-    return _Answer(pieces(), close)
-
-
-def _reason_of(error: BaseException) -> tuple[str, bool]:
-    """Return a few words for an error, and whether a retry may help."""
-    if isinstance(error, _Broken):
-        return str(error), True
-    status = getattr(error, "code", None) or getattr(error, "status", None)
-    if isinstance(status, int) and status in (404, 410):
-        return "no such file", False
-    if isinstance(status, int) and status >= 400:
-        token = ", which asks for a token: for the hub `hf auth login` or HF_TOKEN"
-        passing = status >= 500 or status in (408, 416, 425, 429)
-        return f"server answered {status}{token if status == 401 else ''}", passing
-    cause = error.reason if isinstance(error, URLError) else error
-    for kinds, reason, passing in _REASONS:
-        if isinstance(cause, kinds):
-            return reason, passing
-    of_program = isinstance(cause, (ValueError, TypeError, NotImplementedError, ImportError))
-    final = of_program or "credential" in type(cause).__name__.lower()
-    return f"{type(cause).__name__}: {cause}", not final
-
-
-def _asked_wait(error: BaseException) -> float:
-    """Return the seconds that a busy server asks a client to wait (Retry-After); 0 if it does not."""
-    asked = error.headers.get("Retry-After", "") if isinstance(error, HTTPError) else ""
-    return float(asked) if re.fullmatch(r"\d{1,6}", asked) else 0.0

@@ -18,7 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from open_clip_zerovl.prepare.public.pictures import Failure, Unannounced
 from open_clip_zerovl.prepare.settings import Limits
-from open_clip_zerovl.shards.fetch import announces_end
+from open_clip_zerovl.shards.urls import announces_end
 
 if TYPE_CHECKING:  # imported where it is used: the flags below are shown by `--help`
     from aiohttp import TCPConnector
