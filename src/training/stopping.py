@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from open_clip_zerovl.core.errors import explain, place_sentence, say
+from open_clip_zerovl.core import errors
+from open_clip_zerovl.core.errors import explain, say
 from open_clip_zerovl.core.launch import MEMORY_FULL, name_of_rank
 from open_clip_zerovl.core.processes import StopSignals, end_with_parent
 
@@ -195,8 +196,8 @@ def sentence_of(error: BaseException) -> str | None:
             f"{MEMORY_FULL} ({first_line}); lower --batch-size and raise --dga-steps by the same factor: the "
             "effective batch stays (--dga-retain 1 keeps one graph, --loss-chunk 1024 fewer logits at once)"
         )
-    if (sentence := place_sentence(error)) is not None:
-        return f"{sentence}, then go on with --resume latest"
+    if isinstance(error, OSError):
+        return f"{errors.sentence_of(error)}; mend that, then go on with --resume latest"
     if isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
         return f"another rank has ended; its own message gives the reason ({first_line})"
     return None

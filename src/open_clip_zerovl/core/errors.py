@@ -7,7 +7,6 @@ environment variable ZEROVL_DEBUG.
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import re
@@ -15,7 +14,6 @@ import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 DEBUG = "--debug"
@@ -50,34 +48,6 @@ def printable(text: str) -> str:
     return "".join(
         mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text
     )
-
-
-# Errors of files, folders and disks that a person can mend -> how.
-_ADVICE = {
-    errno.ENOSPC: "make room there or choose another place",
-    errno.EDQUOT: "make room there or choose another place",
-    errno.EFBIG: "the file system or a limit takes no larger file; choose another place",
-    errno.EROFS: "choose another place",
-    errno.EACCES: "change its permissions or choose another place",
-    errno.EPERM: "change its permissions or choose another place",
-    errno.EIO: "the disk, or the network to it, fails; choose another place",
-    errno.ESTALE: "the network file system has lost it; call the command again",
-    errno.ENOENT: "correct the path",
-    errno.ENOTDIR: "correct the path",
-    errno.EISDIR: "give a file in place of the folder",
-    errno.EEXIST: "choose another place",
-    errno.ENAMETOOLONG: "give a shorter name",
-    errno.ELOOP: "a link leads to itself; correct the path",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-}
-
-
-def place_sentence(error: BaseException) -> str | None:
-    """The sentence for an error of a file, a folder or a disk: where, what, what to do. None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in _ADVICE:
-        return None
-    where = "" if error.filename is None else f"{_short(str(error.filename))}: "
-    return f"{where}{error.strerror}; {_ADVICE[error.errno]}"
 
 
 # Words of RuntimeErrors for want of memory: of torch's CPU kernels, and of a thread that has no room for its stack.
@@ -180,52 +150,33 @@ def kind_and_message(error: BaseException) -> str:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """The sentence for an error that a person can mend: `UserError`, a package, a file, full memory. None for a defect."""
+    """Word an error that a person can mend: a UserError, a file, a package, full memory, what a library refuses.
+
+    Returns:
+        None for a defect.
+    """
     if isinstance(error, UserError):
         return str(error)
-    first_line = _short((str(error).splitlines() or [""])[0])
+    line = _short(first_line(error))
     if isinstance(error, ImportError):
-        return _package_sentence(error, first_line)
+        return _package_sentence(error, line)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
-        return f"the device's memory is full ({first_line}); lower the batch size"
-    if isinstance(error, MemoryError) or any(words in first_line for words in _NO_MEMORY):
-        return f"the machine's memory is full{f' ({first_line})' if first_line else ''}; lower the batch size or --workers"
+        return f"the device's memory is full ({line}); lower the batch size"
+    if isinstance(error, MemoryError) or any(words in line for words in _NO_MEMORY):
+        return f"the machine's memory is full ({line}); lower the batch size or --workers"
     if isinstance(error, OSError):
-        return place_sentence(error) or _short(kind_and_message(error))
-    return _library_sentence(error)
-
-
-# Libraries whose errors are about a model, a file or a value that was given to them, and the modules of torch of which that
-# is true. Their messages that need no kind of error.
-_LIBRARIES = (
-    "open_clip", "open_clip_train", "timm", "transformers", "tokenizers", "huggingface_hub", "safetensors", "peft", "yaml",
-    "pandas", "braceexpand", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "fsspec", "torchvision",
-)  # fmt: skip
-_OF_TORCH = (
-    "optim",
-    "cuda",
-    "distributed",
-    "serialization.py",
-    "_weights_only_unpickler.py",
-    "sampler.py",
-)
-_PLAIN = (ValueError, RuntimeError, AssertionError)
-OTHER_WEIGHTS = "Error(s) in loading state_dict"  # begins torch's error for weights that do not fit
-
-
-def _library_sentence(error: BaseException) -> str | None:
-    """The sentence for an error that a library raises about what was given to it: "timm: Unknown model (vit)"; else None."""
+        if error.strerror is None or error.filename is None:
+            return _short(kind_and_message(error))
+        return f"{_short(str(error.filename))}: {error.strerror}"
     frames = traceback.extract_tb(error.__traceback__)
-    origin = Path(frames[-1].filename).parts if frames else ()
-    library = next((name for name in _LIBRARIES if name in origin), None)
-    # not of all of module.py, which also raises for an attribute that is not there
-    told = str(error).startswith(OTHER_WEIGHTS) or any(name in origin for name in _OF_TORCH)
-    if library is None and "torch" in origin and told:
-        library = "torch"
-    if library is None or origin[-2:] == ("open_clip_train", "train.py") or not str(error):
+    _, installed, module = (
+        frames[-1].filename.rpartition("/site-packages/") if frames else ("", "", "")
+    )
+    kind = "" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: "
+    # open_clip's loop runs our step: what fails there is a defect.
+    if not installed or module.endswith("open_clip_train/train.py"):
         return None
-    kind = "" if isinstance(error, _PLAIN) else f"{type(error).__name__}: "
-    return f"{library}: {kind}{_short(first_line(error))}; {DEBUG} prints the traceback"
+    return f"{module.split('/')[0].removesuffix('.py')}: {kind}{line}; {DEBUG} prints the traceback"
 
 
 # Modules whose package has another name.
@@ -302,7 +253,7 @@ def argparse_sentence(message: str, flags: Iterable[str], help_command: str) -> 
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the error's kind if the message is empty.
+    """Return the first line of an error's message, or the error's kind if the message is empty.
 
     Of a pickle that torch refuses, the reason in place of the advice to load it unchecked; of a state dict that does not fit,
     the differences.
@@ -312,7 +263,7 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, KeyError):  # a number comes of a file that is no pickle
         return f"it lacks {error}" if str(error).startswith("'") else "KeyError"
     message = str(error).strip()
-    if message.startswith(OTHER_WEIGHTS):
+    if message.startswith("Error(s) in loading state_dict"):
         return _short(" ".join(message.split()))
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if isinstance(error, pickle.UnpicklingError):
