@@ -115,7 +115,11 @@ def test_quick_way_agrees_with_scikit_learn_on_the_same_features():
         scores.exp(), own.predict_proba(features[300:].double().numpy()), atol=1e-6
     )
     assert fit.converged and 0.6 < accuracies(scores, torch.tensor(targets[300:]))["top1"] < 1
+    held, rest = stratified_fifth(targets[:300], 0)
+    own.fit(features[rest].double().numpy(), targets[rest])
+    wanted = own.score(features[held].double().numpy(), targets[held])
     assert fit.split_accuracy[fit.chosen_c] == max(fit.split_accuracy.values())
+    assert fit.split_accuracy[fit.chosen_c] == pytest.approx(wanted, abs=0.02) and wanted < 1
 
 
 def test_the_fifth_that_chooses_c_holds_a_fifth_of_each_class():

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.accuracy import accuracies, in_top, wilson
+from open_clip_zerovl.evaluate.accuracy import accuracies, in_top, is_above_chance, wilson
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot.score import class_features, classify
 from open_clip_zerovl.evaluate.zero_shot.sets import CLIP_TEMPLATES, open_labelled_set
@@ -61,6 +61,13 @@ def test_accuracies_by_hand_with_ties_by_expectation():
     )
     assert {index: one["images"] for index, one in found["per_class"].items()} == {1: 2, 2: 1, 5: 1}
     assert "top5" not in accuracies(scores[:, :5], torch.tensor([1, 1, 2, 4]))
+
+
+@pytest.mark.parametrize(("guesses", "above"), [([0] * 100, False), ([0] * 80 + [1] * 20, True)])
+def test_naming_the_commonest_class_is_no_more_than_chance(guesses, above):
+    """80 of 100 pictures are of one class: top-1 is 80 % for a model that looks at none."""
+    scores = torch.nn.functional.one_hot(torch.tensor(guesses), 2).float()
+    assert is_above_chance(accuracies(scores, torch.tensor([0] * 80 + [1] * 20))) is above
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
