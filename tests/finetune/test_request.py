@@ -108,7 +108,8 @@ def started(tmp_path):
     data = write_pairs(tmp_path / "pairs", 0)
 
     def call(model: str | Path = tmp_path / "bare.pt", name: str | None = "request-tiny") -> Path:
-        _same_request(FinetuneRequest(Encoder(str(model), model_name=name), data, tmp_path / "out"))
+        request = FinetuneRequest(Encoder(str(model), model_name=name), data, tmp_path / "out")
+        _same_request(request, print)
         return tmp_path / "out"
 
     return call
@@ -194,7 +195,7 @@ def test_a_copy_of_the_data_is_the_same_and_keeps_its_names(tmp_path, flag):
     def call(**changed: str) -> dict[str, str]:
         start = Encoder(str(tmp_path / "bare.pt"), model_name="request-data")
         request = FinetuneRequest(start, out=tmp_path / "out", **given | changed)
-        return dict(_same_request(request).flags())
+        return dict(_same_request(request, print).flags())
 
     flag = "data" if flag == "held out" else flag
     first = call()

@@ -221,7 +221,7 @@ def test_the_page_names_what_the_arms_are_and_share(
     assert "mean_recall" not in page
     command = json.loads((tmp_path / "out" / "result.json").read_text())["command"]
     assert "--retrieval-data held-out=out/data/test/held-out" in command
-    assert "--train-data one=out/data/validation/one.selection.json" in command
+    assert "--train-data one=out/data/validation/rest/one-" in command
 
 
 def test_more_seeds_later_are_added(made, whole, trainings, tmp_path):

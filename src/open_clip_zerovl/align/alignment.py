@@ -59,6 +59,7 @@ from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, gallery_of
 from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
 from open_clip_zerovl.features.sources import SourceSamples, cut_captions
 from open_clip_zerovl.features.store import FeatureStore
+from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.report.bounds import RECALL_KS
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import (
@@ -204,12 +205,17 @@ class Alignment:
         if (ranks := int(os.environ.get("WORLD_SIZE", 1))) > 1:  # of torchrun
             request = replace(request, part=(int(os.environ["RANK"]), ranks))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        check_writable(request.out, folder=True)
+        request = replace(
+            request,
+            train_data=as_shards(request.train_data, say=say),
+            held_out=request.held_out and sets_as_shards(request.held_out, say=say),
+        )
         self.request, self.say, self.device = (
             request,
             say,
             choose_device(request.device, local_rank=local_rank),
         )
-        check_writable(request.out, folder=True)
         self.sources = open_sources(request.train_data, request.held_out)
         self.classes = any(source.classes for source in self.sources.opened)
         if (

@@ -572,7 +572,9 @@ def retrieval(
     --nproc-per-node=N -m open_clip_zerovl.cli retrieval ...
     """
     from open_clip_zerovl.evaluate.retrieval.score import run_retrieval, run_retrievals
+    from open_clip_zerovl.prepare.door import sets_as_shards
 
+    data = sets_as_shards(data, say=_to_stderr)
     if len(models) > 1:
         return run_retrievals(_encoders(models, flags), data, settings, files)
     return run_retrieval(_encoder(models[0], flags), data, settings, files)
@@ -675,6 +677,10 @@ def search_words(
     if len(given) < 2:
         raise UserError("give a model, a folder of pictures, and the words to search for")
     data = given.pop()
+    if not Path(data).expanduser().is_dir():
+        from open_clip_zerovl.prepare.door import as_shards
+
+        data = as_shards(data, say=_to_stderr)
     if page.serve:
         from open_clip_zerovl.evaluate.search.serve import serve
 
@@ -692,6 +698,11 @@ def search_words(
 # ---------------------------------------------------------------------------------------------------------------------
 # What several functions share
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _to_stderr(line: str) -> None:
+    """Print a line beside the results, which a pipe takes from stdout."""
+    print(line, file=sys.stderr)
 
 
 def words_of(flags: Mapping[str, Any], repeated: Collection[str]) -> list[str]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.components import kind_of, packed_folders
+from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
@@ -106,7 +107,8 @@ def open_collection(data: str) -> Collection:
             str(path.absolute()): str(path.relative_to(folder)) for path in picture_files(folder)
         }
     else:
-        for source in parse_sources(_every_split(data), evaluation=True):
+        every = "::".join(map(_every_split, data.split("::")))
+        for source in parse_sources(every, evaluation=True):
             if (table := source.table) is None:
                 shards += [(source, number) for number in range(len(source.shards))]
                 continue
@@ -125,13 +127,15 @@ def open_collection(data: str) -> Collection:
     )
 
 
-def _every_split(data: str) -> str:
-    """The shards of all splits, of an output of `zerovl data pack`; other data as it is."""
-    if kind_of(data).kind != "packed":
-        return data
+def _every_split(component: str) -> str:
+    """Name all splits of an output of `zerovl data pack`; another component is as it was."""
+    match = NAME.fullmatch(component)
+    name, place = (match["name"], match["shards"]) if match else ("", component)
+    if kind_of(place).kind != "packed":
+        return component
     parts = [
-        f"{'-'.join(filter(None, (source, split.name)))}={split}"
-        for source, folder in packed_folders(data).items()
+        f"{'-'.join(filter(None, (name, source, split.name)))}={split}"
+        for source, folder in packed_folders(place).items()
         for split in map(folder.__truediv__, SPLITS)
         if split.is_dir()
     ]

@@ -2,7 +2,7 @@
 
 `--data` is named sources, as `--train-data` takes them, or a folder:
 
-    FOLDER/*.tar, or a table in it                          one source
+    FOLDER/*.tar, or another form that pack reads           one source
     FOLDER/train/                                           one source (`zerovl data pack`, `zerovl data coco`)
     FOLDER/NAME/ or FOLDER/NAME/train/, several             a source each (`zerovl data pack`)
 
@@ -11,6 +11,7 @@ A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/N
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.claim import CONTENT
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import did_you_mean
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import kind_of
@@ -29,6 +30,7 @@ from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
+from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.shards.urls import local_path
 
 CAPTIONS = "one-per-epoch"
@@ -50,12 +52,21 @@ class FinetuneData:
     held_out: str
 
 
-def find_data(data: str) -> FinetuneData:
-    """Training sources and held-out sets that `--data` names.
+def find_data(data: str, say: Say = logging.info) -> FinetuneData:
+    """Find the training sources that `--data` names, and the held-out sets that come with them; pack what is not shards.
+
+    Args:
+        say: is called with a line about each source that is packed.
 
     Raises:
-        UserError: a folder that holds neither shards nor a table.
+        UserError: data that is not there or cannot be packed.
     """
+    named, held_out = _named_in(data)
+    return FinetuneData(as_shards(named, say=say), held_out)
+
+
+def _named_in(data: str) -> tuple[str, str]:
+    """Name the sources of --data, and the held-out sets that come with them."""
     alone = not (
         is_named(data) or "::" in data or local_path(data) is None or re.search(r"[{}*]", data)
     )
@@ -66,25 +77,21 @@ def find_data(data: str) -> FinetuneData:
             part if NAME.fullmatch(part) else f"{_name_of(part)}={part}"
             for part in data.split("::")
         ]
-        return FinetuneData("::".join(parts), "")
+        return "::".join(parts), ""
     folder = Path(data).expanduser().absolute()
     sources = _source_in(folder)
     if not sources:
         for entry in _folders(folder):
             if entry.name not in SPLITS:
                 sources |= _source_in(entry)
-    if not sources:
-        raise UserError(
-            f"{folder} holds no shards (*.tar), no table (.csv, .tsv) and no folders with them; `zerovl data pack` makes "
-            "shards of pictures and captions"
-        )
     places = [folder, *_folders(folder), *_folders(folder / "test")]
     sets = [
         place
         for place in places
         if (place / "dataset_type.txt").is_file() and (place / "test").is_dir()
     ]
-    return FinetuneData(
+    sources = sources or {_name_of(folder): folder}
+    return (
         "::".join(f"{name}={place}" for name, place in sources.items()),
         "::".join(f"{HELD_OUT if place == folder else _name_of(place)}={place}" for place in sets),
     )
@@ -113,6 +120,7 @@ class DataArguments:
         retrieval: Mapping[str, str | None] | None = None,
         labelled: Mapping[str, str | None] | None = None,
         earlier: Mapping[str, Any] | None = None,
+        say: Say = lambda line: None,
     ) -> DataArguments:
         """Give each source and set its name, and find the held-out sets that come with the data.
 
@@ -120,16 +128,19 @@ class DataArguments:
             data, retrieval_data: of the flags --data and --retrieval-data.
             sources, retrieval, labelled: further ones; None is left out.
             earlier: the request of an earlier call, whose names they keep.
+            say: is called with a line about data that is packed.
 
         Raises:
-            UserError: `find_data`, `parse_retrieval_data`.
+            UserError: `find_data`, `sets_as_shards`.
         """
-        pairs = find_data(data)
-        old = {flag: find_data(text).train_data for flag, text in (sources or {}).items() if text}
+        pairs = find_data(data, say)
+        old = {
+            flag: find_data(text, say).train_data for flag, text in (sources or {}).items() if text
+        }
         sets = {HELD_OUT_FLAG: retrieval_data or pairs.held_out, **(retrieval or {})}
         groups = (
             {DATA_FLAG: pairs.train_data, **old},
-            {flag: _named_sets(text) for flag, text in sets.items() if text},
+            {flag: sets_as_shards(text, say=say) for flag, text in sets.items() if text},
             {flag: _named_sets(text) for flag, text in (labelled or {}).items() if text},
         )
         known = earlier or {}

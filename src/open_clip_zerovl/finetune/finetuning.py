@@ -75,7 +75,7 @@ def run_finetune(request: FinetuneRequest, *, say: Say) -> Path:
     with locked(
         out, busy=f"another process is fine-tuning in {out}; wait for it, or choose another --out"
     ):
-        arguments = _same_request(request)
+        arguments = _same_request(request, say)
         prepared = _prepare(request, arguments, say)
         settings, ranks = _settings(request, prepared)
         training = _training(request, prepared, settings, ranks)
@@ -106,7 +106,7 @@ def _finished(
     return None if other_curve or not (request.out / "model").is_dir() else result
 
 
-def _same_request(request: FinetuneRequest) -> pairs.DataArguments:
+def _same_request(request: FinetuneRequest, say: Say) -> pairs.DataArguments:
     """Claim the folder.
 
     Returns:
@@ -128,7 +128,7 @@ def _same_request(request: FinetuneRequest) -> pairs.DataArguments:
         (request.out / SETTINGS).unlink(missing_ok=True)
         return True
 
-    wanted = {**request.claimed(request.arguments()), MODEL: model}
+    wanted = {**request.claimed(request.arguments(say=say)), MODEL: model}
     return request.arguments(claim(file, wanted, restart=untrained))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.identity import digest_of, file_digests
 from open_clip_zerovl.data.sources import Source
@@ -81,7 +81,9 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
             **{f"--set {flag}": value for flag, value in self.given.items()},
         }
 
-    def arguments(self, earlier: Mapping[str, Any] | None = None) -> DataArguments:
+    def arguments(
+        self, earlier: Mapping[str, Any] | None = None, say: Say = lambda line: None
+    ) -> DataArguments:
         """Gather all data arguments; their sources and sets have the names of an earlier call's request."""
         return DataArguments.of(
             self.data,
@@ -90,6 +92,7 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
             retrieval={"--kept": self.kept},
             labelled={"--zero-shot-data": self.zero_shot_data},
             earlier=earlier,
+            say=say,
         )
 
     def claimed(self, arguments: DataArguments) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Holds pictures out of a fine-tuning by a list: all samples of a picture are on one side, and no shard is copied.
+"""Holds pictures out of a fine-tuning: all samples of a picture are on one side.
 
 OUT/data/pictures/CONTENT.npz         the identity of each sample's picture (`data.held_out`), for a later call
 OUT/data/excluded.npy                 the identities of the pictures that are not trained on
-OUT/data/NAME.selection.json          a source without the samples whose pictures are held out
+OUT/data/rest/NAME-DIGEST/            the shards of a source without the samples whose pictures are held out
 OUT/data/held-out/test/0.tar ...      where no held-out set was given: a part of the pictures with all their captions, in
                                       CLIP_benchmark's layout
 OUT/data/split.json                   written last
@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from open_clip_zerovl.core.durations import duration
-from open_clip_zerovl.core.errors import Say
-from open_clip_zerovl.core.files import atomic_file, read_arrays, write_atomically
+from open_clip_zerovl.core.errors import Say, UserError
+from open_clip_zerovl.core.files import atomic_file, read_arrays, scratch_folder, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.content import content_of_source
@@ -39,7 +39,6 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.data.samples import samples_of
-from open_clip_zerovl.data.selection import Selection, contents_of, save_selection
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.finetune.data import (
     DATA_FLAG,
@@ -50,7 +49,7 @@ from open_clip_zerovl.finetune.data import (
 )
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
-from open_clip_zerovl.shards.writing import write_retrieval_set
+from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, write_shard
 
 SPLIT_FILE, EXCLUDED_FILE = "split.json", "excluded.npy"
 HELD_OUT_SHARE = 0.1  # of the pictures
@@ -149,7 +148,7 @@ def hold_out(
     for name, rows in scored.items():
         if sentence := seen_sentence(rows, trained, "The model of this folder"):
             notes.append(f"{name}: {sentence}.")
-    rest = {flag: _rest_of(text, left_out, out) for flag, text in arguments.sources.items()}
+    rest = {flag: _rest_of(text, left_out, out, say) for flag, text in arguments.sources.items()}
     return Split(rest, new, np.concatenate(held_out), trained, tuple(notes))
 
 
@@ -163,27 +162,53 @@ def _excluded(scored: Identities, out: Path, begun: bool) -> Identities:
     return scored
 
 
-def _rest_of(data: str, left_out: Mapping[str, np.ndarray], out: Path) -> str:
-    """Leave some samples of their sources out of components; those that lose none stay as they are."""
+def _rest_of(data: str, left_out: Mapping[str, np.ndarray], out: Path, say: Say) -> str:
+    """Write the shards of sources that lose samples anew; components that lose none stay as they are."""
     components = []
     for component in data.split("::"):
         sources = open_sources(component)
         if any(len(left_out[source.name]) for source in sources):
             components += [
-                _selection(component, source, left_out[source.name], out) for source in sources
+                f"{source.name}={_write_rest(source, left_out[source.name], out, say)}"
+                for source in sources
             ]
         else:
             components.append(component)
     return "::".join(components)
 
 
-def _selection(component: str, source: Source, samples: np.ndarray, out: Path) -> str:
-    numbers = samples.tolist()
-    if source.table is not None:  # its rows, which other --captions group in another way
-        table = source.table
-        numbers = sorted(row for sample in numbers for row in table.rows_of(sample).tolist())
-    selection = Selection(component, source.name, contents_of(source.shards), numbers)
-    return save_selection(selection, out / f"{source.name}.selection.json")
+def _write_rest(source: Source, left_out: np.ndarray, out: Path, say: Say) -> Path:
+    """Write a source without some samples, unless an earlier call has, and return its folder.
+
+    Raises:
+        UserError: no sample is left.
+    """
+    count = source.num_samples - len(left_out)
+    if not count:
+        raise UserError(
+            f"all pictures of source {source.name!r} are held out; give it more pictures, or leave the source out"
+        )
+    place = out / "rest" / f"{source.name}-{digest_of(content_of_source(source), left_out)[:12]}"
+    if place.is_dir():
+        return place
+    say(f"writing the {count:,} samples of {source.name} that are trained on into {place}")
+    gone = set(left_out.tolist())
+    place.parent.mkdir(exist_ok=True)
+    with scratch_folder(place.parent, ".writing-") as scratch:
+        folder, sizes = scratch / place.name, {}
+        for shard, begin in enumerate(source.starts[:-1].tolist()):
+            numbered = enumerate(islice(samples_of(source, shard), source.sizes[shard]), begin)
+            # a foreign tar may have a key twice
+            rest = (Sample(f"{n:08d}", each.files) for n, each in numbered if n not in gone)
+            name = f"{shard:05d}.tar"
+            sizes[name] = write_shard(folder / name, rest)
+            if not sizes[name]:
+                (folder / name).unlink()
+                del sizes[name]
+        write_atomically(folder / SIZES_FILE, json.dumps(sizes))
+        _copy_classes([source], folder)
+        folder.rename(place)
+    return place
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +342,7 @@ def _collect(source: Source, rows: Identities, held_out: Mapping[int, HeldOutPic
 
 
 def _copy_classes(sources: Sequence[Source], folder: Path) -> None:
-    """Copy the names and templates of classes beside the held-out set if all sources share them."""
+    """Copy the names and templates of classes into a folder if all sources share them."""
     places = [source.class_folder for source in sources]
     names = {None if place is None else (place / CLASS_NAMES).read_bytes() for place in places}
     if len(names) > 1 or places[0] is None:

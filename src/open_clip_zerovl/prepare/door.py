@@ -30,8 +30,12 @@ from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 
 MOST_ROWS = 1_000_000  # of an input; it is scanned at each start, which takes about 15 seconds then
+# A text file is a list of addresses, if anything.
 _ENDINGS = tuple(
-    ending for form, endings in ENDINGS.items() if form != "webdataset" for ending in endings
+    ending
+    for form, endings in ENDINGS.items()
+    for ending in endings
+    if form != "webdataset" and ".txt" not in ending
 )
 
 

@@ -129,16 +129,19 @@ class Request(TrialFlags):
     encoders: tuple[str, str] | None = None
     given: Settings = field(default_factory=dict)
 
-    def arguments(self, earlier: Mapping[str, Any] | None = None) -> DataArguments:
+    def arguments(
+        self, earlier: Mapping[str, Any] | None = None, say: Say = lambda line: None
+    ) -> DataArguments:
         """Gather all data arguments; their sources and sets have the names of an earlier call's request."""
         return DataArguments.of(
             self.data,
             self.retrieval_data,
             labelled={"--zero-shot-data": self.zero_shot_data},
             earlier=earlier,
+            say=say,
         )
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, say: Say = lambda line: None) -> dict[str, Any]:
         """Name the arguments that a later call has to repeat, and digest their content."""
         flags = {
             each.option: getattr(self, each.name)
@@ -150,7 +153,12 @@ class Request(TrialFlags):
             inputs |= {"--from": self.start.model, MODEL: digest_of_model(self.start)}
         for flag, encoder in zip(("--image", "--text"), self.encoders or (), strict=False):
             inputs |= {flag: encoder, f"{CONTENT}{flag}": digest_of_encoder(encoder)}
-        return {**inputs, **flags, **self.arguments().entries(), "training flags": self.given}
+        return {
+            **inputs,
+            **flags,
+            **self.arguments(say=say).entries(),
+            "training flags": self.given,
+        }
 
 
 @dataclass(frozen=True)
@@ -217,12 +225,12 @@ def run_trial(request: Request, say: Say) -> TrialResult:
         request.out,
         busy=f"another process runs the trial in {request.out}; wait for it, or give another --out",
     ):
-        arguments = _claim(request)
+        arguments = _claim(request, say)
         trial = Trial(request, _inputs(request, arguments, say), say)
         return trial.run()
 
 
-def _claim(request: Request) -> DataArguments:
+def _claim(request: Request, say: Say) -> DataArguments:
     """Claim the folder.
 
     Returns:
@@ -231,7 +239,7 @@ def _claim(request: Request) -> DataArguments:
     Raises:
         UserError: the folder holds another trial with a plan, or other files.
     """
-    identity = request.identity()
+    identity = request.identity(say)
     inputs = [*INPUTS, *(f"{CONTENT}{flag}" for flag in INPUTS)]
 
     def untrained(stored: dict[str, Any]) -> bool:

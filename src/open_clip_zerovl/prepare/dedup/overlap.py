@@ -7,6 +7,7 @@ near.html    pairs side by side, evenly chosen from the nearest to the farthest
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,6 +33,7 @@ from open_clip_zerovl.prepare.dedup.near import (
     NearIndex,
     hash_all,
 )
+from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.shards.pictures import as_shown, decoded, picture_files
@@ -154,7 +156,8 @@ def open_test_sets(
 def _test_pictures(name: str, path: Path, split: str) -> list[IndexedSample]:
     if kind_of(str(path)).kind == "folder" and (files := list(picture_files(path))):
         return [IndexedSample(str(file.relative_to(path)), file, source=name) for file in files]
-    return [replace(sample, source=name) for sample in open_retrieval_set(path, split).samples]
+    (place,) = parse_retrieval_data(sets_as_shards(f"{name}={path}")).values()
+    return [replace(sample, source=name) for sample in open_retrieval_set(place, split).samples]
 
 
 def find_overlap(
@@ -170,7 +173,8 @@ def find_overlap(
         UserError: data that cannot be read, or remote shards.
     """
     overlap = Overlap(tests.counts(), within)
-    for source in parse_sources(data, evaluation=True):
+    say = print if progress else logging.info
+    for source in parse_sources(as_shards(data, say=say), evaluation=True):
         overlap.samples[source.name] = overlap.unreadable[source.name] = 0
         match(_pictures_of(source, progress), tests, overlap, threads)
     return overlap
