@@ -204,8 +204,11 @@ def test_addresses_and_too_many_rows_get_the_command_to_type(tmp_path, monkeypat
 
 
 def test_shards_and_what_lies_on_servers_are_left_alone(tmp_path):
+    selection = tmp_path / "a.selection.json"
+    selection.write_text('{"component": "a", "source": "a", "contents": [], "samples": []}')
     for data in (
         "a=s3://bucket/{0..3}.tar", "pipe:cat x.tar", f"a={tmp_path}/no/{{0..3}}.tar::b=/gone/*.tgz",
+        f"a={selection}",  # of finetune, whose ending is that of a table
     ):  # fmt: skip
         assert as_shards(data) == data
 
