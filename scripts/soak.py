@@ -47,8 +47,7 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import DEFECT
-from open_clip_zerovl.core.files import remove_scratch_folders
-from open_clip_zerovl.core.scratch import PREFIX
+from open_clip_zerovl.core.files import RUN_PREFIX, remove_scratch_folders
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_source
 from scripts.sections import replace_section, write_table
@@ -406,7 +405,7 @@ class Soak:
         out, tmpdir = self.out[name], self.home / "tmp-command"
         made = contents(out, TARGETS[name].left_out) if out.is_dir() else {}
         # As the next call with loader workers does: this one may have needed none, since all was stored.
-        remove_scratch_folders(tmpdir, PREFIX)
+        remove_scratch_folders(tmpdir, RUN_PREFIX)
         left = [str(path) for path in (*out.rglob("*.part"), *tmpdir.iterdir())]
         differing = sorted({path for path, _ in made.items() ^ whole.items()})
         self.compared += 1

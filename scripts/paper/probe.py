@@ -33,7 +33,6 @@ from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.core.files import check_writable, save_atomically, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
-from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.data.indexed import IndexedSet, picture_batches
 from open_clip_zerovl.data.labelled import class_list
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
@@ -46,6 +45,7 @@ from open_clip_zerovl.evaluate.probe import (
     stored_features,
 )
 from open_clip_zerovl.features.encoder import FrozenModel, tower_before_projection
+from open_clip_zerovl.recipe.optimizer import warmup_cosine
 from scripts.paper.probe_sets import open_set
 
 MOMENTUM = 0.9

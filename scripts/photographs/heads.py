@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from open_clip_zerovl.core.randomness import Purpose, seeded, stream, stream_seed
-from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
+from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups, warmup_cosine
 from open_clip_zerovl.sampling.schedule import source_schedule
 
 HIDDEN, EMBED_DIM = 256, 128

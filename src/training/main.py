@@ -26,6 +26,7 @@ if __name__ == "__main__" and not __package__:  # started by the path of this fi
     ]
 
 from open_clip_zerovl.core.errors import ended, say
+from open_clip_zerovl.core.files import use_scratch_folder
 from open_clip_zerovl.core.launch import (
     EACH_GPU,
     PROCESSES,
@@ -35,7 +36,6 @@ from open_clip_zerovl.core.launch import (
 )
 from open_clip_zerovl.core.lazy import uncollected
 from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
-from open_clip_zerovl.core.scratch import use_scratch_folder
 
 TORCHRUN = "--torchrun"
 

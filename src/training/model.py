@@ -16,13 +16,18 @@ from open_clip_train.scheduler import assign_learning_rate
 from open_clip_zerovl.checkpoints.spec import spec_of_run
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import keep_freed_memory
-from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.apply import build_model
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from open_clip_zerovl.recipe.optimizer import Rates, described_groups, parameter_groups, scale_rates
+from open_clip_zerovl.recipe.optimizer import (
+    Rates,
+    described_groups,
+    parameter_groups,
+    scale_rates,
+    warmup_cosine,
+)
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.step import precision_on
 from open_clip_zerovl.recipe.towers import batch_norms

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.recipe.flags import AllFlags
+from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.sampling.schedule import Batching
 from training.checkpointing import checkpoint_bytes
 from training.run_log import memory_bytes

@@ -26,9 +26,9 @@ from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
 from open_clip_zerovl.core.errors import UserError, first_line, say
 from open_clip_zerovl.core.files import lock_file, reading
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
-from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
+from open_clip_zerovl.dga.model import unwrapped
 from open_clip_zerovl.models.build import (
     check_model,
     create_model_and_transforms,

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
+from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.sampling.schedule import Batching
 
 

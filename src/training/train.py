@@ -25,10 +25,10 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seed_step
-from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.extras import CaptionTerm
 from open_clip_zerovl.dga.inputs import on_device
+from open_clip_zerovl.dga.model import unwrapped
 from open_clip_zerovl.dga.replay import buffers_kept
 from open_clip_zerovl.dga.step import Prepare
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss

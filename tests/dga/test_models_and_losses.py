@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.precision import ieee_products, product_precision
+from open_clip_zerovl.core.memory import ieee_products, product_precision
 from open_clip_zerovl.dga.replay import REPLAY_TOLERANCE, replay_tolerance
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss

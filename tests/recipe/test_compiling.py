@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from torchvision.models import resnet18
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.wrappers import is_compiled
+from open_clip_zerovl.dga.model import is_compiled
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe import compiling

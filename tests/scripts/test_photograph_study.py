@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from open_clip_zerovl.core.rates import warmup_cosine
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
+from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups, warmup_cosine
 from scripts.photographs import accumulation, study, study_report
 from scripts.photographs.heads import Heads, Pairs, Training, epoch_order, train
 from scripts.photographs.mixtures import WIDTH as WIDTH_OF_STUDY

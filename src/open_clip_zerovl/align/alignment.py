@@ -41,7 +41,6 @@ from open_clip_zerovl.align.train import (
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import choose_device, load_model
 from open_clip_zerovl.checkpoints.transformers_folder import is_transformers_folder
-from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.flags import conflicts, out_of_range
@@ -69,7 +68,7 @@ from open_clip_zerovl.report.plot import (
     draw_levels,
     line_chart,
 )
-from open_clip_zerovl.report.tables import text_table
+from open_clip_zerovl.report.tables import duration, text_table
 from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.urls import local_path
 

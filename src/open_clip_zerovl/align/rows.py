@@ -24,7 +24,6 @@ from torch import Tensor
 
 from open_clip_zerovl.align.encoders import Tower
 from open_clip_zerovl.align.request import AlignFlags
-from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of, number_of
 from open_clip_zerovl.data.components import kind_of
@@ -34,6 +33,7 @@ from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.features.embed import embed, estimated_seconds
 from open_clip_zerovl.features.sources import SourceSamples
 from open_clip_zerovl.features.store import FeatureStore
+from open_clip_zerovl.report.tables import duration
 
 CAPTIONS = "one-per-epoch"
 

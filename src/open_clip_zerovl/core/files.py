@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
+import getpass
 import glob
 import io
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -372,3 +375,32 @@ def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:
     return UserError(
         f"{path} cannot be written ({error.strerror or error}); {state}: make room, or choose another place"
     )
+
+
+RUN_PREFIX = "zerovl-run-"
+_LONGEST_TMPDIR = 55  # bytes of TMPDIR: the path of a socket has at most 107, of which 52 follow (multiprocessing's listeners)
+
+
+def use_scratch_folder() -> None:
+    """Make this process and those that it starts use a temporary folder of their own, which is removed at exit."""
+    place = Path(tempfile.gettempdir())
+    # made by the process that started this one
+    if place.name.startswith(RUN_PREFIX) or len(os.fsencode(place)) > _LONGEST_TMPDIR:
+        return
+    remove_scratch_folders(place, RUN_PREFIX)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=RUN_PREFIX))
+        lock_file(folder / SCRATCH_LOCK, create=True, forked=False)
+    except OSError:  # a full disk, a file system without locks
+        return
+    # a user without a name; as torch itself names its cache
+    with contextlib.suppress(OSError, KeyError):
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place / f"torchinductor_{user}"))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    atexit.register(_remove_own, folder, os.getpid())
+
+
+def _remove_own(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)

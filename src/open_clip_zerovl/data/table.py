@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from open_clip_zerovl.core.csv_rows import CsvRow, CsvRows, as_it_stands
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.columns import (
     CAPTION_FLAG,
@@ -33,6 +32,7 @@ from open_clip_zerovl.data.columns import (
     choose,
     guess_separator,
 )
+from open_clip_zerovl.data.csv_rows import CsvRow, CsvRows, as_it_stands
 from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.shards.members import opened
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS

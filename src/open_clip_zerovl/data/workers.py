@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, Dataset
 
 from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.files import use_scratch_folder
 from open_clip_zerovl.core.processes import end_with_parent
-from open_clip_zerovl.core.scratch import use_scratch_folder
 
 FIRST_WARNING_SECONDS = 30.0  # of a wait
 NEXT_WARNING_SECONDS = 300.0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.precision import ieee_products
+from open_clip_zerovl.core.memory import ieee_products
 from open_clip_zerovl.dga.model import IMAGES, SCALARS, leaves_of, open_clips
 from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_process_group
 

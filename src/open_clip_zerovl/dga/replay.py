@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.precision import product_precision
+from open_clip_zerovl.core.memory import product_precision
 from open_clip_zerovl.dga.model import SCALARS
 
 # Largest relative difference (L2, of the worst row) between a replayed and a cached feature vector, by the coarsest

@@ -34,7 +34,6 @@ from torch.autograd.function import once_differentiable
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
-from open_clip_zerovl.core.wrappers import is_compiled, unwrapped, wrapped_inside
 from open_clip_zerovl.dga.extras import Collected, Extras, TermsOfMicroBatch, parts_of_coca_loss
 from open_clip_zerovl.dga.hooks import GradientHooks
 from open_clip_zerovl.dga.inputs import (
@@ -54,8 +53,11 @@ from open_clip_zerovl.dga.model import (
     backpropagate,
     casts_kept,
     detached_copy,
+    is_compiled,
     leaves_of,
     open_clips,
+    unwrapped,
+    wrapped_inside,
 )
 from open_clip_zerovl.dga.objective import Objective, OwnGradients
 from open_clip_zerovl.dga.replay import (

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 
-from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import atomic_file, read_arrays, scratch_folder, write_atomically
 from open_clip_zerovl.core.identity import digest_of
@@ -47,6 +46,7 @@ from open_clip_zerovl.finetune.data import (
     DataArguments,
     open_sources,
 )
+from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, write_shard

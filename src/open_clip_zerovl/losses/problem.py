@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from open_clip_zerovl.core.precision import ieee_products
+from open_clip_zerovl.core.memory import ieee_products
 from open_clip_zerovl.losses.gathering import Ranks
 from open_clip_zerovl.losses.logits import Logits
 from open_clip_zerovl.losses.sigmoid import Sigmoid

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.wrappers import is_compiled
+from open_clip_zerovl.dga.model import is_compiled
 
 # Graphs of one function. The blocks of all towers of a kind share theirs: docs/dga.md counts those of the recipe.
 RECOMPILE_LIMIT = 64

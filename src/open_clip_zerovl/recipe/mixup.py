@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.core.wrappers import unwrapped
+from open_clip_zerovl.dga.model import unwrapped
 from open_clip_zerovl.losses import reversed_partner
 
 

@@ -17,8 +17,8 @@ import torch
 from open_clip import get_input_dtype
 from torch import Tensor, nn
 
-from open_clip_zerovl.core.wrappers import unwrapped
 from open_clip_zerovl.dga.extras import TermsOfMicroBatch
+from open_clip_zerovl.dga.model import unwrapped
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss

@@ -22,7 +22,7 @@ from open_clip.transformer import TextTransformer
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.precision import ieee_products
+from open_clip_zerovl.core.memory import ieee_products
 
 # Largest relative difference of a cut text's features. Sums over fewer zeros round differently (1e-6); a tower that attends
 # to padding differs by 1e-2 and more.

@@ -40,7 +40,6 @@ from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.align.request import AlignRequest
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.claim import CONTENT, claim, difference
-from open_clip_zerovl.core.durations import duration
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.flags import flags_of
@@ -74,6 +73,7 @@ from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.bounds import not_above_chance
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.record import read_record
+from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.report.verdicts import HIGHER
 from open_clip_zerovl.sampling.schedule import apportion
 from open_clip_zerovl.trial.flags import ARMS, TrialFlags

@@ -15,7 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from open_clip_zerovl.core.csv_rows import CsvRows
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data import parquet
 from open_clip_zerovl.data.class_words import class_words
@@ -27,6 +26,7 @@ from open_clip_zerovl.data.columns import (
     guess_separator,
     listed,
 )
+from open_clip_zerovl.data.csv_rows import CsvRows
 from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.pack.classes import ClassTemplates
 from open_clip_zerovl.prepare.pack.places import Places, public_name

@@ -2,7 +2,7 @@
 
 import pytest
 
-from open_clip_zerovl.core.durations import duration
+from open_clip_zerovl.report.tables import duration
 
 
 @pytest.mark.parametrize(
