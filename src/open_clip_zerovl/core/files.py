@@ -378,14 +378,14 @@ def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:
 
 
 RUN_PREFIX = "zerovl-run-"
-_LONGEST_TMPDIR = 55  # bytes of TMPDIR: the path of a socket has at most 107, of which 52 follow (multiprocessing's listeners)
+LONGEST_TMPDIR = 55  # bytes of TMPDIR: the path of a socket has at most 107, of which 52 follow (multiprocessing's listeners)
 
 
 def use_scratch_folder() -> None:
     """Make this process and those that it starts use a temporary folder of their own, which is removed at exit."""
     place = Path(tempfile.gettempdir())
     # made by the process that started this one
-    if place.name.startswith(RUN_PREFIX) or len(os.fsencode(place)) > _LONGEST_TMPDIR:
+    if place.name.startswith(RUN_PREFIX) or len(os.fsencode(place)) > LONGEST_TMPDIR:
         return
     remove_scratch_folders(place, RUN_PREFIX)
     try:
