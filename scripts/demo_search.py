@@ -22,7 +22,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.evaluate.search.ranking import Searcher, write_search_page
+from open_clip_zerovl.evaluate.search import Searcher, write_search_page
 from open_clip_zerovl.evaluate.settings import SearchSettings
 from open_clip_zerovl.features.sources import SourceSamples
 from open_clip_zerovl.finetune.data import find_data

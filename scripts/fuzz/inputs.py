@@ -29,7 +29,7 @@ from open_clip.transform import image_transform
 from PIL import Image
 
 from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.evaluate.search.ranking import embed_collection
+from open_clip_zerovl.evaluate.search import embed_collection
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards import index as tar_index

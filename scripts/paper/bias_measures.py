@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.metrics import (
+from open_clip_zerovl.evaluate.metrics import (
     DIRECTIONS,
     RECALL_KS,
     QueryRanks,

@@ -36,7 +36,7 @@ from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.indexed import IndexedSet, picture_batches
 from open_clip_zerovl.data.labelled import class_list
 from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
-from open_clip_zerovl.evaluate.accuracy import accuracies, class_indices, distinct_names
+from open_clip_zerovl.evaluate.metrics import accuracies, class_indices, distinct_names
 from open_clip_zerovl.evaluate.probe import (
     Transform,
     probe_report,

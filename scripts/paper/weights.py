@@ -176,7 +176,7 @@ def compare(
     """
     from open_clip_zerovl.checkpoints.loading import Encoder
     from open_clip_zerovl.data.retrieval import open_retrieval_set
-    from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, run_retrieval
+    from open_clip_zerovl.evaluate.retrieval import RetrievalSettings, run_retrieval
     from scripts.paper.convert import convert_checkpoint
 
     for location in sets.values():

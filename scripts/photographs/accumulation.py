@@ -29,7 +29,7 @@ from transformers import BertConfig, BertModel, BertTokenizer
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import Purpose, seed_step, seeded, stream, stream_seed
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
-from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
+from open_clip_zerovl.evaluate.metrics import retrieval_metrics
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups, warmup_cosine
 from scripts.photographs.heads import EMBED_DIM, HIDDEN, START_SCALE, Training, epoch_order

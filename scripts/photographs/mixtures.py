@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
+from open_clip_zerovl.evaluate.metrics import retrieval_metrics
 from scripts.photographs.heads import Heads, Pairs
 
 WIDTH = 256

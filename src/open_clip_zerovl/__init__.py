@@ -20,7 +20,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "open_clip_zerovl.losses": ["ContrastiveLoss", "reversed_partner"],
         "open_clip_zerovl.models.configs": ["register_model_configs"],
         "open_clip_zerovl.recipe.mixup": ["CoinFlipMixup"],
-        "open_clip_zerovl.evaluate.retrieval.metrics": ["retrieval_metrics"],
+        "open_clip_zerovl.evaluate.metrics": ["retrieval_metrics"],
     },
     packages=("align", "evaluate", "finetune"),  # also called, as functions
 )

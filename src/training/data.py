@@ -28,7 +28,7 @@ from open_clip_zerovl.shards.fetch import ShardCache
 from training.stock_data import check_stock_data
 
 if TYPE_CHECKING:
-    from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
+    from open_clip_zerovl.evaluate.zero_shot import LabelledSet
     from open_clip_zerovl.prepare.settings import Columns
 
 # open_clip's main calls evaluate() only if the data has one of its own keys; it does not read this one itself.
@@ -150,7 +150,7 @@ def open_inputs(config: AllFlags, args: argparse.Namespace) -> TrainingInputs:
     labelled = parse_retrieval_data(config.zero_shot_data) if config.zero_shot_data else {}
     sets: dict[str, LabelledSet] = {}
     if labelled:
-        from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
+        from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 
         sets = {name: open_labelled_set(str(place)) for name, place in labelled.items()}
     return TrainingInputs(sources, retrieval, sets)

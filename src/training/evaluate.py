@@ -17,12 +17,10 @@ from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
 from open_clip_zerovl.data.retrieval import retrieval_batches
-from open_clip_zerovl.evaluate.accuracy import in_percent
-from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval, evaluating
-from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample
-from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet
-from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds, recalls, retrieval_ranks
-from open_clip_zerovl.evaluate.zero_shot.score import score_labelled
+from open_clip_zerovl.evaluate.gallery import GallerySet, RetrievalExample
+from open_clip_zerovl.evaluate.metrics import in_percent, recall_bounds, recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.retrieval import encode_retrieval, evaluating
+from open_clip_zerovl.evaluate.zero_shot import score_labelled
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.report.record import write_examples

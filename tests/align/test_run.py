@@ -26,8 +26,8 @@ from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import normalize
-from open_clip_zerovl.evaluate.retrieval.metrics import retrieval_metrics
-from open_clip_zerovl.evaluate.retrieval.score import run_retrieval
+from open_clip_zerovl.evaluate.metrics import retrieval_metrics
+from open_clip_zerovl.evaluate.retrieval import run_retrieval
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.features.store import FeatureStore
 from support import warm

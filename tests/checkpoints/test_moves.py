@@ -25,7 +25,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.interpolation.interpolate import write_between
+from open_clip_zerovl.evaluate.curve import write_between
 from open_clip_zerovl.models.build import create_model_and_transforms
 from support import warm
 from support.tars import write_tar

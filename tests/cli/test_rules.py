@@ -30,7 +30,7 @@ from open_clip_zerovl.data.pixels import decode_pixels
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
-from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
+from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.prepare.dedup.overlap import find_overlap, open_test_sets
 from open_clip_zerovl.prepare.pack.classes import class_caption

@@ -14,7 +14,7 @@ from open_clip_zerovl.data.labelled import open_probe_set
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
+from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.finetune.data import find_data, open_sources
 from open_clip_zerovl.prepare.dedup.overlap import find_overlap, open_test_sets
 from open_clip_zerovl.prepare.pack.inputs import open_input

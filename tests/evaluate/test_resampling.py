@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from open_clip_zerovl.evaluate.resampling import Measure, mean_over, resampled
+from open_clip_zerovl.evaluate.metrics import Measure, mean_over, resampled
 
 
 def test_the_interval_of_a_mean_is_that_of_statistics_and_covers_as_often_as_it_says():
@@ -42,7 +42,7 @@ def test_draws_are_seeded_and_the_same_for_all_measures(monkeypatch):
     assert np.allclose(drawn["shifted"] - drawn["one"], 1)  # a paired difference has no spread here
     assert np.array_equal(drawn["one"], resampled({"one": one}, 300, 5)["one"])
     assert not np.array_equal(drawn["one"], resampled({"one": one}, 300, 6)["one"])
-    monkeypatch.setattr("open_clip_zerovl.evaluate.resampling._DRAWS_AT_ONCE_BYTES", 8 * 50 * 7)
+    monkeypatch.setattr("open_clip_zerovl.evaluate.metrics._DRAWS_AT_ONCE_BYTES", 8 * 50 * 7)
     assert np.allclose(
         np.sort(drawn["one"]).mean(),
         np.sort(resampled({"one": one}, 300, 5)["one"]).mean(),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from open_clip_zerovl.core import memory
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
+from open_clip_zerovl.evaluate.retrieval import encode_retrieval
 from open_clip_zerovl.features import encoder
 from open_clip_zerovl.features.encoder import FrozenModel, tower_before_projection
 from support import tiny_clip

@@ -16,7 +16,7 @@ from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.zero_shot.sets import open_labelled_set
+from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.features.sources import cut_captions
 from open_clip_zerovl.finetune.data import (
     DataArguments,

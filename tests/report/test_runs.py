@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.examples import RetrievalExample, RetrievedPicture
+from open_clip_zerovl.evaluate.gallery import RetrievalExample, RetrievedPicture
 from open_clip_zerovl.report import plot
 from open_clip_zerovl.report import run_charts as charts
 from open_clip_zerovl.report.record import EXAMPLES, Record, read_record, write_examples

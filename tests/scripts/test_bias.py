@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.retrieval.metrics import recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.metrics import recalls, retrieval_ranks
 from scripts.paper.bias import main, measure, read_pairs, rows_of
 from scripts.paper.bias_measures import (
     SourceFeatures,

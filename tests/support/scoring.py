@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.evaluate.retrieval.score import (
+from open_clip_zerovl.evaluate.retrieval import (
     RetrievalFiles,
     RetrievalSettings,
     run_retrieval,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.evaluate.retrieval.score import RetrievalSettings, run_retrieval
-from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
+from open_clip_zerovl.evaluate.retrieval import RetrievalSettings, run_retrieval
+from open_clip_zerovl.evaluate.zero_shot import run_zero_shot
 from support.programs import COMMON, flat_tensors, launch, state_of
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import (

@@ -53,9 +53,16 @@ from open_clip_zerovl.data.held_out import (
     trained_on,
     write_trained_on,
 )
-from open_clip_zerovl.evaluate.resampling import Measure, interval, mean_over, resampled
-from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, gallery_of
-from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, hit_probabilities, recall_bounds
+from open_clip_zerovl.evaluate.gallery import GallerySet, gallery_of
+from open_clip_zerovl.evaluate.metrics import (
+    DIRECTIONS,
+    Measure,
+    hit_probabilities,
+    interval,
+    mean_over,
+    recall_bounds,
+    resampled,
+)
 from open_clip_zerovl.features.sources import SourceSamples, cut_captions
 from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards

@@ -23,7 +23,7 @@ from open_clip_zerovl.align.rows import Features, HeldOut, Pairs
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading, save_atomically
 from open_clip_zerovl.core.memory import available_bytes
-from open_clip_zerovl.evaluate.retrieval.metrics import QueryRanks, recalls, retrieval_ranks
+from open_clip_zerovl.evaluate.metrics import QueryRanks, recalls, retrieval_ranks
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.losses.names import heads_batch
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups, warmup_cosine

@@ -571,7 +571,7 @@ def retrieval(
     Several models are scored on the same pairs, with the difference of RSUM from the first. On several GPUs: torchrun
     --nproc-per-node=N -m open_clip_zerovl.cli retrieval ...
     """
-    from open_clip_zerovl.evaluate.retrieval.score import run_retrieval, run_retrievals
+    from open_clip_zerovl.evaluate.retrieval import run_retrieval, run_retrievals
     from open_clip_zerovl.prepare.door import sets_as_shards
 
     data = sets_as_shards(data, say=_to_stderr)
@@ -598,7 +598,7 @@ def zero_shot(
 
     A class is the mean of its captions in all templates.
     """
-    from open_clip_zerovl.evaluate.zero_shot.score import run_zero_shot
+    from open_clip_zerovl.evaluate.zero_shot import run_zero_shot
 
     return run_zero_shot(_encoder(model, flags), data, settings)
 
@@ -682,11 +682,11 @@ def search_words(
 
         data = as_shards(data, say=_to_stderr)
     if page.serve:
-        from open_clip_zerovl.evaluate.search.serve import serve
+        from open_clip_zerovl.evaluate.serve import serve
 
         serve(_encoders(given, flags), data, page, settings.cache)
         return None
-    from open_clip_zerovl.evaluate.search.ranking import run_search
+    from open_clip_zerovl.evaluate.search import run_search
 
     if not query.strip() and settings.image is None:
         raise UserError("there is nothing to search for: give words, or a picture by --image")

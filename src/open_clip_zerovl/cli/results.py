@@ -15,7 +15,7 @@ from open_clip_zerovl.core.errors import UserError
 
 if TYPE_CHECKING:
     from open_clip_zerovl.checkpoints.loading import Preprocess, Tokenizer
-    from open_clip_zerovl.evaluate.search.ranking import Hit
+    from open_clip_zerovl.evaluate.search import Hit
     from open_clip_zerovl.models.configs import ClipModel
 
 PAGE_PX = 600  # height of a page within a notebook
@@ -241,7 +241,7 @@ class Hits:
         return self.hits[rank]
 
     def _repr_html_(self) -> str:
-        from open_clip_zerovl.evaluate.search.ranking import thumbnail_of
+        from open_clip_zerovl.evaluate.search import thumbnail_of
         from open_clip_zerovl.report.html import render
 
         figures = [

@@ -28,7 +28,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.labelled import class_list, open_probe_set
-from open_clip_zerovl.evaluate.accuracy import (
+from open_clip_zerovl.evaluate.metrics import (
     accuracies,
     class_indices,
     confusion_counts,

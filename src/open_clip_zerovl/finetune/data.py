@@ -29,7 +29,7 @@ from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet, open_labelled_set
+from open_clip_zerovl.evaluate.zero_shot import LabelledSet, open_labelled_set
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.shards.urls import local_path
 

@@ -33,8 +33,8 @@ from open_clip_zerovl.core.launch import MEMORY_FULL, MemoryFull, visible_gpus
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.held_out import list_of_trained, trained_on
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.evaluate.interpolation.curve import require_possible
-from open_clip_zerovl.evaluate.retrieval.metrics import recall_bounds
+from open_clip_zerovl.evaluate.curve import require_possible
+from open_clip_zerovl.evaluate.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.features.sources import cut_captions
 from open_clip_zerovl.finetune import data as pairs

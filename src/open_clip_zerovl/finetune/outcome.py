@@ -15,17 +15,19 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.held_out import as_keys
-from open_clip_zerovl.evaluate.accuracy import difference_of_shares
-from open_clip_zerovl.evaluate.accuracy import in_percent as shares_of
-from open_clip_zerovl.evaluate.interpolation.curve import Curve, in_percent, recall_table
-from open_clip_zerovl.evaluate.interpolation.interpolate import (
+from open_clip_zerovl.evaluate.curve import (
+    Curve,
     CurveSettings,
+    in_percent,
+    recall_table,
     score_curve,
     write_between,
 )
-from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.evaluate.retrieval.score import rsum_difference, score_set
-from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
+from open_clip_zerovl.evaluate.gallery import GallerySet, write_gallery
+from open_clip_zerovl.evaluate.metrics import difference_of_shares
+from open_clip_zerovl.evaluate.metrics import in_percent as shares_of
+from open_clip_zerovl.evaluate.retrieval import rsum_difference, score_set
+from open_clip_zerovl.evaluate.zero_shot import score_loaded
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.data import labelled_sets
 from open_clip_zerovl.finetune.proposal import Setting

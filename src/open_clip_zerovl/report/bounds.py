@@ -1,4 +1,4 @@
-"""Sentences on a score beside chance and the best possible one (`evaluate.retrieval.metrics.recall_bounds`)."""
+"""Sentences on a score beside chance and the best possible one (`evaluate.metrics.recall_bounds`)."""
 
 from __future__ import annotations
 

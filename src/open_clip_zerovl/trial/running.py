@@ -52,11 +52,10 @@ from open_clip_zerovl.core.launch import (
 from open_clip_zerovl.data.held_out import FEWEST_HELD_OUT, trained_on
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.accuracy import is_above_chance
-from open_clip_zerovl.evaluate.retrieval.score import score_set
+from open_clip_zerovl.evaluate.metrics import is_above_chance
+from open_clip_zerovl.evaluate.retrieval import score_set
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
-from open_clip_zerovl.evaluate.zero_shot.score import score_loaded
-from open_clip_zerovl.evaluate.zero_shot.sets import LabelledSet
+from open_clip_zerovl.evaluate.zero_shot import LabelledSet, score_loaded
 from open_clip_zerovl.finetune.data import (
     CAPTIONS,
     DATA_FLAG,

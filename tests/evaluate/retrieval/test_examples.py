@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from open_clip_zerovl.evaluate.retrieval.examples import retrieval_examples
+from open_clip_zerovl.evaluate.gallery import retrieval_examples
 
 
 def pool(count=12):

@@ -25,14 +25,13 @@ from open_clip_zerovl.data.retrieval import (
     parse_retrieval_data,
     retrieval_batches,
 )
-from open_clip_zerovl.evaluate.retrieval import metrics as metrics_module
-from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
-from open_clip_zerovl.evaluate.retrieval.metrics import (
+from open_clip_zerovl.evaluate import metrics as metrics_module
+from open_clip_zerovl.evaluate.metrics import (
     recall_bounds,
     retrieval_metrics,
     retrieval_ranks,
 )
-from open_clip_zerovl.evaluate.retrieval.score import format_retrieval
+from open_clip_zerovl.evaluate.retrieval import encode_retrieval, format_retrieval
 from open_clip_zerovl.report.bounds import bounds_remarks
 from support import warm
 from support.scoring import score_checkpoint

@@ -28,7 +28,7 @@ from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import paper_transform_of
-from open_clip_zerovl.evaluate.retrieval.examples import spread
+from open_clip_zerovl.evaluate.gallery import spread
 from support.scoring import score_checkpoint
 from support.tars import add_file
 from support.tiny_clip import captions, picture

@@ -18,10 +18,14 @@ from torch.utils.data import DataLoader
 
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.accuracy import accuracies, in_top, is_above_chance, wilson
+from open_clip_zerovl.evaluate.metrics import accuracies, in_top, is_above_chance, wilson
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
-from open_clip_zerovl.evaluate.zero_shot.score import class_features, classify
-from open_clip_zerovl.evaluate.zero_shot.sets import CLIP_TEMPLATES, open_labelled_set
+from open_clip_zerovl.evaluate.zero_shot import (
+    CLIP_TEMPLATES,
+    class_features,
+    classify,
+    open_labelled_set,
+)
 from open_clip_zerovl.features.encoder import FrozenModel
 from support.tars import png, write_tar
 from support.tiny_clip import picture, write_classes

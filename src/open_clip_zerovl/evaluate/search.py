@@ -34,7 +34,7 @@ from open_clip_zerovl.data.content import contents_of_shards
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import samples_of
-from open_clip_zerovl.evaluate.settings import SearchSettings as SearchSettings
+from open_clip_zerovl.evaluate.settings import SearchSettings
 from open_clip_zerovl.features.embed import Parts, Pictures, embed
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.features.store import FeatureStore

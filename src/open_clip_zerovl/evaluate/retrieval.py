@@ -1,4 +1,4 @@
-"""`zerovl retrieval`: models scored on retrieval sets, by one process or by all that torchrun started.
+"""`zerovl retrieval`: models scored on retrieval sets (section 5.1), by one process or by all that torchrun started.
 
 Under torchrun (or srun with the same variables) each rank encodes its share of the images with their captions on its own
 device. The first rank gathers the features and scores them. Nothing else is exchanged, so gloo is enough for GPUs too.
@@ -10,8 +10,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,13 +30,91 @@ from open_clip_zerovl.data.retrieval import (
     retrieval_batches,
 )
 from open_clip_zerovl.data.transforms import paper_transform_of
-from open_clip_zerovl.evaluate.resampling import Measure, interval, mean_over, resampled
-from open_clip_zerovl.evaluate.retrieval.encode import encode_retrieval
-from open_clip_zerovl.evaluate.retrieval.gallery import GallerySet, write_gallery
-from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS, hit_probabilities
+from open_clip_zerovl.evaluate.gallery import GallerySet, write_gallery
+from open_clip_zerovl.evaluate.metrics import (
+    DIRECTIONS,
+    RECALL_KS,
+    Measure,
+    hit_probabilities,
+    interval,
+    mean_over,
+    resampled,
+)
 from open_clip_zerovl.evaluate.settings import RetrievalFiles, RetrievalSettings
+from open_clip_zerovl.features.encoder import FrozenModel, padding_of
+from open_clip_zerovl.models.configs import ClipModel
 from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.tables import Scores, text_table
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Features. Legend: `I` images, `T` captions, `b` images of one batch, `D` embedding width
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation within the block.
+
+    Afterwards each module has its own mode again (a frozen tower stays in eval).
+    """
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
+
+
+def encode_retrieval(
+    model: ClipModel,
+    batches: Iterable[tuple[Tensor, Sequence[Sequence[str]]]],
+    tokenizer: Callable[[list[str]], Tensor],
+    *,
+    device: str | torch.device = "cpu",
+    autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+    input_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode images and their captions.
+
+    Args:
+        model: an open_clip model on `device`, not wrapped in DDP. It runs in eval mode; its modes are restored afterwards.
+        batches: yields (images (b, 3, H, W), for each image its captions).
+        tokenizer: captions -> tokens (captions, context_length).
+        autocast: makes the context in which the towers run, such as open_clip's `get_autocast(precision)`. None runs them
+            without; the metrics then equal those of CLIP_benchmark with `--no_amp`.
+        input_dtype: images are cast to it, for a model in half precision.
+
+    Returns:
+        image_features (I, D), text_features (T, D), both L2-normalised, float32, on the CPU; text_to_image (T,).
+    """
+    frozen = FrozenModel(
+        "retrieval",
+        lambda pixels: model.encode_image(pixels),
+        lambda tokens: model.encode_text(tokens),
+        tokenizer,
+        padding_of(model),
+        torch.device(device),
+        context=autocast or nullcontext,
+        input_dtype=input_dtype,
+    )
+    image_features: list[Tensor] = []
+    text_features: list[Tensor] = []
+    text_to_image: list[int] = []
+    seen = 0
+    with evaluating(model):
+        for images, captions in batches:
+            for offset, image_captions in enumerate(captions):
+                text_to_image.extend([seen + offset] * len(image_captions))
+            seen += len(images)
+            image_features.append(frozen.images(images).cpu())
+            text_features.append(
+                frozen.texts(
+                    [caption for image_captions in captions for caption in image_captions]
+                ).cpu()
+            )
+    return torch.cat(image_features), torch.cat(text_features), torch.tensor(text_to_image)
+
 
 # image_features (I, D), text_features (T, D), text_to_image (T,)
 Features = tuple[Tensor, Tensor, Tensor]

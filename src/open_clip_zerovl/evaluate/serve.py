@@ -15,7 +15,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.evaluate.search.ranking import Searcher, thumbnail_of
+from open_clip_zerovl.evaluate.search import Searcher, thumbnail_of
 from open_clip_zerovl.evaluate.settings import ServeSettings
 from open_clip_zerovl.report.html import render
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign

@@ -1,21 +1,40 @@
-"""Scores of the models between two ends, and the rule that chooses one of them.
+"""The curve of weights between two models (WiSE-FT: Wortsman et al., CVPR 2022), and the rule that chooses a point of it.
 
 A point's `new` is the mean score of the sets of the new ability, `kept` that of the kept sets. The score
 of a set is its RSUM; where all new (or all kept) sets have classes, whose pictures share captions, it is zero-shot top-1 in
-percent.
+percent. The chosen weights become a folder that stock open_clip loads; its files beside those of an export:
+
+    interpolation.json    both ends, all points with their metrics, the chosen alpha and why
+    interpolation.png     RSUM by alpha
+    interpolation.html    the same with tables, as one page
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.retrieval.metrics import DIRECTIONS, RECALL_KS
+from open_clip_zerovl.checkpoints.between import Ends
+from open_clip_zerovl.checkpoints.card import ModelCard, run_facts
+from open_clip_zerovl.checkpoints.export import write_local_dir
+from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.core.errors import Say, UserError
+from open_clip_zerovl.data.held_out import Identities, list_of_trained, trained_on
+from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.evaluate.metrics import DIRECTIONS, RECALL_KS
+from open_clip_zerovl.evaluate.retrieval import RetrievalSettings, score_set
+from open_clip_zerovl.evaluate.settings import CurveFlags
+from open_clip_zerovl.evaluate.zero_shot import LabelledSet, score_loaded
+from open_clip_zerovl.models.local_dir import TRAINED_ON
 from open_clip_zerovl.report.bounds import bounds_remarks
+from open_clip_zerovl.report.html import render
 from open_clip_zerovl.report.plot import (
     FAINT,
     SOURCE_COLOURS,
@@ -311,3 +330,160 @@ def recall_table(columns: Mapping[str, Mapping[str, float]]) -> str:
             f"| {label:9}|{'|'.join(f'{shown[name]:>{width}} ' for name, width in widths.items())}|"
         )
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class CurveSettings(CurveFlags):
+    """Sets to score, and the rule that chooses a point.
+
+    Attributes:
+        new, kept: retrieval sets (form: `parse_retrieval_data`) of the new ability, and of the ability to keep.
+        retrieval: split and captions of all sets.
+
+    Raises:
+        UserError: a rule that needs kept sets, without them.
+    """
+
+    new: str
+    kept: str | None = None
+    retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
+
+    def __post_init__(self) -> None:
+        require_possible(self.rule, bool(self.kept))
+
+    def open(self) -> tuple[dict[str, IndexedSet], tuple[str, ...], tuple[str, ...]]:
+        """Open all sets by name, with the names of the new ones and of the kept ones.
+
+        Raises:
+            UserError: a name given twice.
+        """
+        new_sets = parse_retrieval_data(self.new)
+        kept_sets = parse_retrieval_data(self.kept) if self.kept else {}
+        both = sorted(new_sets.keys() & kept_sets.keys())
+        if both:
+            raise UserError(f"the set {both[0]} is both new and kept; give it once, or two names")
+        sets = {
+            name: open_retrieval_set(path, self.retrieval.split)
+            for name, path in {**new_sets, **kept_sets}.items()
+        }
+        return sets, tuple(new_sets), tuple(kept_sets)
+
+
+def score_curve(
+    ends: Ends,
+    encoder: Encoder,
+    settings: CurveSettings,
+    *,
+    classes: Mapping[str, LabelledSet] | None = None,
+    say: Say | None = None,
+) -> Curve:
+    """Score the models between two ends and choose one.
+
+    The checkpoints' own transform is used.
+
+    Args:
+        encoder: how many images at once, by how many loader processes.
+        classes: all new sets as labelled ones, whose zero-shot top-1 then chooses; all kept sets too if they have classes.
+        say: is called with a line for each point.
+
+    Raises:
+        UserError: sets that cannot be read, and the errors of `score_set`.
+    """
+    sets, new_sets, kept_sets = settings.open()
+    points = []
+    for alpha in sorted({0.0, 1.0, *settings.alphas}):
+        loaded = (ends.at(alpha), ends.preprocess, ends.tokenizer, ends.device)
+        metrics: dict[str, Mapping[str, float]] = {}
+        for name, dataset in sets.items():
+            scored = score_set(loaded, name, dataset, settings.retrieval, encoder=encoder)
+            assert scored is not None  # one process scores
+            metrics[name] = scored.metrics
+        guessed = {
+            name: score_loaded(loaded, labelled, encoder=encoder, name=name)
+            for name, labelled in (classes or {}).items()
+        }
+        point = Point(alpha, metrics, guessed)
+        points.append(point)
+        if say is not None:
+            say(
+                f"alpha {alpha:g}: "
+                + ", ".join(f"{name} {point.score(name):.1f}" for name in metrics)
+            )
+    return choose(points, new_sets, kept_sets, settings.rule, kept_share=settings.kept_share)
+
+
+def write_between(
+    ends: Ends,
+    alpha: float,
+    out: str | os.PathLike[str],
+    *,
+    curve: Curve | None = None,
+    trained: Identities | None = None,
+    precision: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Export the model at `alpha`, with the curve it was chosen by, and the pictures on which its ends were trained.
+
+    Args:
+        trained: the pictures on which `after` was trained, beside those that the ends' own folders name.
+
+    Raises:
+        UserError: a destination that holds something else, weights that do not load again as they were.
+    """
+    weights = ends.weights(alpha)
+    before, after = (_public(name) for name in ends.names)
+    metrics = {
+        f"{name}_{key}": value
+        for name, row in (curve.chosen.metrics if curve is not None else {}).items()
+        for key, value in row.items()
+        if key in ("rsum", "rsum_chance") or "_R@" in key
+    }
+    card = ModelCard(
+        ends.spec,
+        weights,
+        origin=f"Weights between {before} (alpha 0) and {after} (alpha 1) at alpha {alpha:g}, as in WiSE-FT.",
+        **run_facts(Path(ends.names[1])),
+        base_models=ends.names,
+        metrics=metrics,
+        notes=[] if curve is None else [curve.sentence],
+    )
+    chosen = (
+        {"chosen": {"alpha": alpha, "reason": "as asked"}} if curve is None else curve.as_dict()
+    )
+    content = {"before": ends.names[0], "after": ends.names[1], **chosen}
+    extra_files: dict[str, bytes | str] = {
+        "interpolation.json": json.dumps(content, indent=2) + "\n"
+    }
+    seen = trained_on(ends.names)
+    if seen is not None or trained is not None:
+        extra_files[TRAINED_ON] = list_of_trained(seen, trained)
+    if curve is not None:
+        extra_files["interpolation.png"] = picture = curve.picture()
+        extra_files["interpolation.html"] = render(
+            "curve.html",
+            title="Weights between two models",
+            names=ends.names,
+            curve=curve,
+            picture=picture,
+        )
+    return write_local_dir(
+        "..".join(ends.names),
+        weights,
+        ends.spec,
+        out,
+        card=card,
+        precision=precision,
+        force=force,
+        extra_files=extra_files,
+    )
+
+
+def _public(name: str) -> str:
+    """Return a model's name without the folders above it.
+
+    For a checkpoint the names of its run and its file.
+    """
+    path = Path(name.removeprefix("local-dir:"))
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}/{path.name}"
+    return path.name if path.exists() else name

@@ -1,30 +1,36 @@
-"""Image-text retrieval: recall@K both ways and RSUM (the metric of the paper's section 5 and of its tables).
+"""How models are measured: recalls of retrieval, accuracies of classifiers, and intervals by resampling queries.
 
 Legend: `I` images, `T` captions, `D` embedding width, `C` rows of the score matrix alive at once. A caption belongs to
 exactly one image, an image has one caption or more; `text_to_image` (T,) holds the image's index for each caption.
 
 - image -> text R@K: the share of images with *any* of their captions among the K best-scored captions.
 - text -> image R@K: the share of captions whose image is among the K best-scored images.
-- RSUM: the sum of R@1, R@5, R@10 both ways in percent points, 0 to 600.
+- RSUM: the sum of R@1, R@5, R@10 both ways in percent points, 0 to 600 (section 5 of the paper, and its tables).
 
 **Ties count by expectation.** Where other items have exactly the score of the query's best positive, their order is arbitrary.
 The query then counts with the probability that a random order puts a positive into the top K. A collapsed model, which gives
 everything one score, thus gets the chance level; a sort would give it 100 % or 0 %. Without ties this is the ordinary recall.
 Scores are accumulated in float64 and rounded to float32, so that equal features tie for any chunk, order of rows or BLAS
-kernel.
+kernel. Accuracies count ties alike: a model that gives all C classes one score is right with probability 1/C.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.report.bounds import RECALL_KS
+from open_clip_zerovl.report.verdicts import CONFIDENCE, Estimate, estimate_by_t
 
 DIRECTIONS = ("image_to_text", "text_to_image")
 
@@ -325,3 +331,223 @@ def _checked_links(
         number = f"image {int(captions.argmin())}" if num_images else "the set without images"
         raise UserError(f"{number} has no caption: leave it out or give it one")
     return links
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accuracies of classifiers, zero-shot and linear. Legend: `N` pictures, `C` classes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def class_indices(labels: Sequence[str], classes: Sequence[str]) -> Tensor:
+    """Find the index in `classes` of each label, (N,)."""
+    index_of = {label: i for i, label in enumerate(classes)}
+    return torch.tensor([index_of[label] for label in labels])
+
+
+def distinct_names(named: Mapping[str, str]) -> list[str]:
+    """Name each class, from label -> name.
+
+    With the label where classes share a name, as in CLIP's names of ImageNet.
+    """
+    times = Counter(named.values())
+    return [name if times[name] == 1 else f"{name} ({label})" for label, name in named.items()]
+
+
+def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Compute accuracies from scores (N, C) and class indices (N,), as shares.
+
+    Returns:
+        `images`; `top1`; `top1_interval` (95 %, over pictures); `top5` with more than five classes; `mean_per_class`, over the
+        classes that occur; `chance`, 1/C; `commonest`, the share of the commonest class, the top-1 of always naming it;
+        `per_class`: class index -> `images`, `top1`, `top1_interval`.
+
+    Raises:
+        UserError: scores that are not finite.
+    """
+    right = in_top(1, scores, targets)
+    rows = {int(index): right[targets == index] for index in targets.unique()}
+    return {
+        "images": len(targets),
+        **_share(right),
+        **({"top5": float(in_top(5, scores, targets).mean())} if scores.shape[1] > 5 else {}),
+        "mean_per_class": float(
+            torch.stack([class_rows.mean() for class_rows in rows.values()]).mean()
+        ),
+        "chance": 1 / scores.shape[1],
+        "commonest": max(map(len, rows.values())) / len(targets),
+        "per_class": {
+            index: {"images": len(class_rows), **_share(class_rows)}
+            for index, class_rows in rows.items()
+        },
+    }
+
+
+def in_top(k: int, scores: Tensor, targets: Tensor) -> Tensor:
+    """Compute the probability (N,) that the class is among the first k, where ties have a random order.
+
+    Arguments as for `accuracies`.
+
+    Raises:
+        UserError: scores that are not finite. A class of NaN would be above none and tie with none: always right.
+    """
+    finite = scores.isfinite()
+    if not bool(finite.all()):
+        classes = (~finite).any(dim=0).nonzero()[:, 0]
+        raise UserError(
+            f"the scores of {len(classes)} of {scores.shape[1]} classes (first: number {int(classes[0])}) are NaN or infinite: "
+            "the model has diverged, or its weights are bad; give an earlier checkpoint"
+        )
+    target_scores = scores.gather(1, targets[:, None])  # (N, 1)
+    above, tied = (scores > target_scores).sum(dim=1), (scores == target_scores).sum(dim=1)
+    return ((k - above) / tied).clamp(0, 1).double()
+
+
+def _share(right: Tensor) -> dict[str, Any]:
+    share = float(right.mean())
+    return {"top1": share, "top1_interval": wilson(share, len(right))}
+
+
+def is_above_chance(metrics: Mapping[str, Any]) -> bool:
+    """Return whether the metrics of `accuracies` are above chance, by their interval and by the mean per class.
+
+    A model that guesses one class for all pictures has a mean per class of exactly 1/C, whatever the classes' sizes.
+    """
+    return min(metrics["top1_interval"][0], metrics["mean_per_class"] - 1e-6) > metrics["chance"]
+
+
+def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Compute Wilson's 95 % interval of a share of `count` pictures."""
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    reach = (
+        z
+        / (1 + z * z / count)
+        * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    )
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def difference_of_shares(first: float, second: float, count: int) -> Estimate:
+    """Estimate second - first, two shares of `count` pictures, in percentage points, as if the pictures were not the same.
+
+    The interval is wider than that of pairs, of which the shares alone say nothing.
+    """
+    error = math.sqrt((first * (1 - first) + second * (1 - second)) / count)
+    return estimate_by_t(100 * (second - first), 100 * error, count - 1)
+
+
+def in_percent(metrics: Mapping[str, Any]) -> str:
+    """Write top-1 of `accuracies` with its interval: `52.0 [45.1 to 58.8]`."""
+    low, high = metrics["top1_interval"]
+    return f"{100 * metrics['top1']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
+
+
+def confusion_counts(scores: Tensor, targets: Tensor) -> np.ndarray:
+    """Count the confusion matrix (C, C) of scores (N, C) and class indices (N,): row the class, column the guess."""
+    classes = scores.shape[1]
+    return (
+        torch.bincount(targets * classes + scores.argmax(dim=1), minlength=classes**2)
+        .reshape(classes, classes)
+        .numpy()
+    )
+
+
+def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
+    """List the 20 most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
+    wrong = counts - np.diag(np.diag(counts))
+    order = np.argsort(wrong, axis=None, kind="stable")[::-1][:20]
+    rows, columns = np.unravel_index(order, counts.shape)
+    return [
+        {
+            "class": names[r],
+            "guess": names[c],
+            "count": int(wrong[r, c]),
+            "of": int(counts[r].sum()),
+        }
+        for r, c in zip(rows.tolist(), columns.tolist(), strict=True)
+        if wrong[r, c] > 0
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Intervals by resampling queries (the bootstrap). Legend: `U` units, `R` draws, `T` terms of a measure
+#
+# A unit is drawn as a whole: all queries of one concept, in all pools, since they are not independent. Only queries are drawn;
+# the candidates that a query is ranked against do not change. All models are measured on the same draws, so that
+# the interval of a difference leaves out the difficulty of a test set that all of them share. (`scipy.stats.bootstrap` draws
+# for each statistic anew, and one at a time.)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+_DRAWS_AT_ONCE_BYTES = 1 << 26
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that is a weighted sum of means over queries: sum_t c_t * mean_t.
+
+    Attributes:
+        sums: (T, U) of the queries' values in each unit.
+        counts: (T, U) queries in each unit.
+        factors: (T,) the c_t.
+    """
+
+    sums: NDArray[np.float64]
+    counts: NDArray[np.float64]
+    factors: NDArray[np.float64]
+
+    @property
+    def value(self) -> float:
+        """Return the number itself."""
+        return float(self.weighted(np.ones((1, self.sums.shape[1])))[0])
+
+    def weighted(self, weights: NDArray) -> NDArray[np.float64]:
+        """Compute the number (R,) where unit u counts `weights[r, u]` times.
+
+        Weights (R, U). NaN where a mean has no query.
+        """
+        with np.errstate(invalid="ignore"):
+            return (weights @ self.sums.T / (weights @ self.counts.T)) @ self.factors
+
+
+def mean_over(terms: Sequence[tuple[Tensor, Tensor]], units: int, factor: float = 1.0) -> Measure:
+    """Make a measure of `factor` times the sum of some means.
+
+    Args:
+        terms: for each mean (unit (Q,) of each query, values (Q,), or (2, Q) of sums and counts).
+        units: U.
+    """
+    per_unit = torch.zeros(len(terms), 2, units, dtype=torch.float64)
+    for term, (unit, values) in zip(per_unit, terms, strict=True):
+        values = values.double()
+        term.index_add_(
+            1, unit, torch.stack([values, torch.ones_like(values)]) if values.ndim == 1 else values
+        )
+    return Measure(per_unit[:, 0].numpy(), per_unit[:, 1].numpy(), np.full(len(terms), factor))
+
+
+def resampled(
+    measures: Mapping[str, Measure], draws: int, seed: int
+) -> dict[str, NDArray[np.float64]]:
+    """Compute each measure (R,) on R draws of U units with replacement.
+
+    All measures are on the same draws.
+    """
+    units = next(iter(measures.values())).sums.shape[1]
+    rng = stream(seed, Purpose.BOOTSTRAP)
+    at_once = max(1, _DRAWS_AT_ONCE_BYTES // (8 * units))
+    parts: dict[str, list[NDArray]] = {name: [] for name in measures}
+    for begin in range(0, draws, at_once):
+        weights = rng.multinomial(
+            units, np.full(units, 1 / units), size=min(at_once, draws - begin)
+        ).astype(np.float64)
+        for name, measure in measures.items():
+            parts[name].append(measure.weighted(weights))
+    return {name: np.concatenate(part) for name, part in parts.items()}
+
+
+def interval(values: NDArray) -> Interval:
+    """Compute the central CONFIDENCE of the values (R,), NaN left out."""
+    low, high = np.nanquantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)

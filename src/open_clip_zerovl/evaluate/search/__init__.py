@@ -1,1 +1,0 @@
-"""Pictures found by words or by a picture: `zerovl search`."""

@@ -1,1 +1,0 @@
-"""Zero-shot classification: labelled sets, classifiers of class names in templates, accuracy."""
