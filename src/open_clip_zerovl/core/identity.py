@@ -1,4 +1,4 @@
-"""Identities: the hash of some values, of a file's content, and the stamp by which a file counts as unchanged."""
+"""Identities: digests of values and of files. What a file holds decides, not its path or time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import user_cache, write_atomically
+from open_clip_zerovl.core.files import regular_file, user_cache, write_atomically
 
 # A file that was written later than this before its digest may be written again without another time.
 _SETTLED_NS = 2 * 10**9
@@ -46,21 +46,16 @@ def number_of(digest: str) -> int:
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file, read in pieces."""
+    """Digest a file by SHA-256, read in pieces.
+
+    Raises:
+        OSError: as `regular_file`.
+    """
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with regular_file(path) as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def stamp_of(path: str | os.PathLike[str]) -> list[int] | None:
-    """[size in bytes, modification time in ns] of a file; None if there is none, as behind a dangling link."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return [status.st_size, status.st_mtime_ns]
 
 
 def file_digests(files: Iterable[str | os.PathLike[str]]) -> dict[str, str | None]:

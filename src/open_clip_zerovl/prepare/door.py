@@ -18,13 +18,13 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import locked, user_cache
-from open_clip_zerovl.core.identity import digest_of, file_digests
+from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.prepare.pack.collect import is_address
 from open_clip_zerovl.prepare.pack.inputs import ENDINGS, fetched, open_input
-from open_clip_zerovl.prepare.pack.packing import FORMAT, REPORT_FILE, pack
+from open_clip_zerovl.prepare.pack.packing import FORMAT, REPORT_FILE, content_of_input, pack
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards.urls import is_parquet, local_path
@@ -169,7 +169,4 @@ def _content(reader: Reader, command: str) -> list[str | None]:
         pictures.append(place)
         if len(pictures) > MOST_ROWS:
             raise too_many
-    files = [str(file) for file in reader.files]
-    digests = file_digests([*files, *pictures])
-    names = [reader.inside(file) for file in reader.files]
-    return [*names, reader.splits.above, *(digests[file] for file in [*files, *pictures])]
+    return [reader.splits.above, *content_of_input(reader, pictures)]

@@ -474,13 +474,21 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
 
 
 @pytest.mark.parametrize("form", [as_folder, as_csv, as_tars])
-def test_inputs_that_changed_at_the_same_size_are_refused(form, packed, tmp_path):
+def test_inputs_that_changed_at_the_same_size_are_refused_and_touched_ones_are_not(
+    form, packed, tmp_path
+):
     given = form(tmp_path / "in", make_pairs(4))
-    assert packed(given) == packed(given)
+    first = packed(given)
+    for file in (tmp_path / "in").rglob("*"):
+        os.utime(file, ns=(5, 5))
+    assert packed(given) == first
     changed = (
         tmp_path / "in" / {as_folder: "a/000.txt", as_csv: "a/000.png", as_tars: "00000.tar"}[form]
     )
-    changed.write_bytes(changed.read_bytes().replace(b"picture 0", b"drawing 0"))
+    content = changed.read_bytes()
+    other = content.replace(b"picture 0", b"drawing 0")
+    changed.write_bytes(content[:-1] + b"x" if form is as_csv else other)
+    os.utime(changed, ns=(5, 5))
     with pytest.raises(UserError, match="was begun before the content of inputs changed"):
         packed(given)
 

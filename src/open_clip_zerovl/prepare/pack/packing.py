@@ -11,8 +11,9 @@ import os
 import shutil
 import sqlite3
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import filterfalse
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from open_clip_zerovl.core.claim import CONTENT, claim
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.core.identity import digest_of_all, sha256_of, stamp_of
+from open_clip_zerovl.core.identity import digest_of, file_digests
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
@@ -61,7 +62,7 @@ def pack(
         settings: the settings of the shards.
         limits: the limits of downloads.
         work: threads, retries; `progress` also prints the report.
-        content: a digest of the inputs, by which a later call is the same; None digests names, sizes and times.
+        content: a digest of the inputs, by which a later call is the same; None digests them here.
 
     Raises:
         UserError: an input of another form, a folder of other inputs, or nothing to pack.
@@ -215,26 +216,21 @@ def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
 
 
 def _identity(reader: Reader, known: str | None) -> dict[str, Any]:
-    """The identity of an input: a hash over its files' names, sizes and times of change, or the contents of a table.
-
-    Files of pictures that a table names count too, by their sizes and times. Addresses do not.
-    """
-    hashed = reader.form in ("table", "json")
-
-    def content() -> Iterator[Any]:
-        for file in reader.files:
-            yield file.name if file == reader.path else str(file.relative_to(reader.path))
-            yield sha256_of(file) if hashed else stamp_of(file)
-        for place in reader.places_outside():
-            if not is_address(place):
-                yield stamp_of(place)
-
+    """Name an input with the digest of its content."""
+    pictures = [] if known else filterfalse(is_address, reader.places_outside())
     return {
         "input": reader.path.name,
         "form": reader.form,
         "files": len(reader.files),
-        "hash": known or digest_of_all(content()),
+        "hash": known or digest_of(content_of_input(reader, pictures)),
     }
+
+
+def content_of_input(reader: Reader, pictures: Iterable[str]) -> list[str | None]:
+    """Name the files of an input, and digest them and the pictures that its rows name: a copy has the same content."""
+    files = [*map(str, reader.files), *pictures]
+    digests = file_digests(files)
+    return [*map(reader.inside, reader.files), *(digests[file] for file in files)]
 
 
 def _begin(out: Path, state: dict[str, Any]) -> bool:
