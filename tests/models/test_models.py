@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
 
 import open_clip
 import pytest
@@ -16,6 +17,8 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 import open_clip_zerovl
+from open_clip_zerovl.align.encoders import SMALL_IMAGE
+from open_clip_zerovl.checkpoints.loading import spec_of
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models import configs as models
 from open_clip_zerovl.models.build import (
@@ -386,8 +389,17 @@ def test_a_tokenizer_that_does_not_fit_its_tower_is_refused(tmp_path, fault):
             "vocab": [[f"p{n}", -1.0] for n in range(5000)],
         }
         (folder / "tokenizer.json").write_text(json.dumps(content))
-    if not fault:
-        check_model("zerovl-emoji", text_model=folder)
-        return
-    with pytest.raises(UserError, match=sentence):
-        check_model("zerovl-emoji", text_model=folder)
+    model_cfg = {
+        "embed_dim": 8,
+        "vision_cfg": SMALL_IMAGE,
+        "text_cfg": {"hf_model_name": str(folder)},
+    }
+    model_cfg["text_cfg"] |= {"hf_tokenizer_name": str(folder), "context_length": 16}
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": model_cfg}))
+    for check in (
+        lambda: check_model("zerovl-emoji", text_model=folder),
+        lambda: check_model(f"local-dir:{folder}"),
+        lambda: spec_of(folder),
+    ):
+        with pytest.raises(UserError, match=sentence) if fault else nullcontext():
+            check()

@@ -138,7 +138,6 @@ def load_model(
             f"a model name or a text tower is given for a training checkpoint only, and '{text}' is not one; leave it out"
         )
     if kind == "folder":
-        check_local_dir(path)
         # Without weights open_clip would go on with random ones.
         if not any(any(path.glob(f"*{ending}")) for ending in (".safetensors", ".bin", ".pth")):
             raise UserError(f"{path} holds no weights: {WEIGHTS_FILE} is missing")

@@ -19,22 +19,18 @@ from typing import Any
 
 import open_clip
 from open_clip.factory import get_model_config, parse_model_name
-from open_clip.hf_configs import arch_dict
 
 from open_clip_zerovl.core.errors import UserError, nearest
 from open_clip_zerovl.core.files import did_you_mean, read_json, reading
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, TEXT_WEIGHTS
-from open_clip_zerovl.models.local_dir import check_local_dir, loadable, no_code_from_data
-from open_clip_zerovl.models.text_towers import DECODERS
+from open_clip_zerovl.models.local_dir import (
+    check_local_dir,
+    check_text_tower,
+    loadable,
+    no_code_from_data,
+)
 
 log = logging.getLogger(__name__)
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-)
 
 
 def with_text_model(name: str, text_model: str | os.PathLike[str]) -> str:
@@ -185,83 +181,7 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
     file = folder / "config.json"
     config = read_json(file)
     with reading(file, "give the config of an HF text tower"):
-        _check_text_config(folder, config, context_length)
-
-
-def _check_text_config(folder: Path, config: dict[str, Any], context_length: int) -> None:
-    kind = config.get("model_type")
-    if kind not in arch_dict:  # of another model open_clip says nothing but its type
-        known = ", ".join(sorted(arch_dict))
-        raise UserError(f"{folder} holds a model of type {kind!r}; open_clip takes {known}")
-    if kind in DECODERS and config.get("pad_token_id") in (None, config.get("eos_token_id")):
-        raise UserError(
-            f"{folder} holds a decoder without a padding token of its own, by which open_clip finds the end of a text; align "
-            "heads on it with `zerovl align --text hf:...`, which adds one, and train that model"
-        )
-    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        # transformers would make one of five special tokens
-        raise UserError(f"{folder} holds no tokenizer ({' or '.join(TOKENIZER_FILES[:2])})")
-    tokens = _vocabulary_size(folder)
-    embeddings = config.get("vocab_size")
-    if tokens and embeddings and tokens > embeddings:
-        raise UserError(
-            f"the tokenizer in {folder} has {tokens} tokens, the tower only {embeddings}: they do not match"
-        )
-    _check_padding(folder)
-    positions = config.get("max_position_embeddings")
-    if positions and kind in ("roberta", "xlm-roberta"):
-        # They count positions from the padding token's number on.
-        positions -= 1 + (1 if config.get("pad_token_id") is None else config["pad_token_id"])
-    if positions and context_length > positions:
-        raise UserError(
-            f"the tower in {folder} has {positions} positions, fewer than the {context_length} tokens of a text; give "
-            f"--force-context-length {positions} or less, or set context_length in the model's config"
-        )
-
-
-def _check_padding(folder: Path) -> None:
-    """Refuse a tokenizer whose padding the tower would read as text: it masks the number that its config names.
-
-    Raises:
-        UserError: another number, or padding before the text, where a pooled first token is one.
-    """
-    from transformers import AutoConfig, AutoTokenizer
-
-    number = AutoConfig.from_pretrained(folder).pad_token_id
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    advice = (
-        "align heads on it with `zerovl align --text hf:...`, which mends it, and train that model"
-    )
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != number:
-        raise UserError(
-            f"the tokenizer in {folder} pads with the number {tokenizer.pad_token_id}, and the tower takes {number} for "
-            f"padding; {advice}"
-        )
-    if tokenizer.padding_side != "right":
-        raise UserError(f"the tokenizer in {folder} pads before the text; {advice}")
-
-
-def _vocabulary_size(folder: Path) -> int:
-    """Count the tokens of the folder's tokenizer.
-
-    Returns:
-        0 if its format does not list them.
-    """
-    tokenizer, words = folder / "tokenizer.json", folder / "vocab.txt"
-    if tokenizer.is_file():
-        content = json.loads(tokenizer.read_text(encoding="utf-8"))
-        vocabulary = content.get("model", {}).get("vocab")
-        if isinstance(vocabulary, list):  # of Unigram: (piece, score), by number
-            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-        if not isinstance(vocabulary, dict):
-            return 0
-        return 1 + max(
-            [*vocabulary.values(), *(token["id"] for token in content.get("added_tokens", ()))],
-            default=-1,
-        )
-    if words.is_file():
-        return len(words.read_text(encoding="utf-8").splitlines())
-    return 0
+        check_text_tower(folder, config, context_length)
 
 
 def pretrained_text_of(name: str) -> bool:

@@ -17,12 +17,19 @@ from typing import Any, NoReturn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import read_json, reading, write_atomically
-from open_clip_zerovl.models.configs import describes_model
+from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, describes_model
 
 CONFIG_FILE = "open_clip_config.json"
 LOCAL_DIR = "local-dir:"
 TRAINED_ON = "trained_on.npy"  # the pictures on which the model was trained (`data.held_out`)
 TOWER_FILE = "config.json"  # of a Hugging Face text tower
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -114,17 +121,108 @@ def loadable(name: str) -> Iterator[str]:
 
 
 def check_local_dir(folder: Path) -> None:
-    """Refuse a text tower that is neither in the folder nor at the path in its config.
+    """Refuse a text tower that is neither in the folder nor at the path in its config, or has another's tokenizer.
 
     Raises:
-        UserError: also as from `read_config`.
+        UserError: also as from `read_config` and `check_text_tower`.
     """
-    source = tower_of(folder, read_config(folder)["model_cfg"]["text_cfg"])
-    if source is not None and os.path.isabs(source) and not os.path.isdir(source):
+    text_cfg = read_config(folder)["model_cfg"]["text_cfg"]
+    source = tower_of(folder, text_cfg)
+    if source is None or not os.path.isabs(source):
+        return
+    if not os.path.isdir(source):
         raise UserError(
             f"{folder} has no {TOWER_FILE} of its text tower, which is not in {source} either: copy it into the folder, or "
             "export again"
         )
+    file = Path(source, TOWER_FILE)
+    config = read_json(file)
+    with reading(file, "give the config of an HF text tower"):
+        length = text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH)
+        check_text_tower(Path(source), config, length)
+
+
+def check_text_tower(folder: Path, config: Mapping[str, Any], context_length: int) -> None:
+    """Refuse a text tower that open_clip cannot build, and a tokenizer that does not fit it.
+
+    Raises:
+        UserError: another type of model, tokens without embeddings or positions, padding that would be read as text.
+    """
+    from open_clip.hf_configs import arch_dict
+
+    from open_clip_zerovl.models.text_towers import DECODERS
+
+    kind = config.get("model_type")
+    if kind not in arch_dict:  # of another model open_clip says nothing but its type
+        known = ", ".join(sorted(arch_dict))
+        raise UserError(f"{folder} holds a model of type {kind!r}; open_clip takes {known}")
+    if kind in DECODERS and config.get("pad_token_id") in (None, config.get("eos_token_id")):
+        raise UserError(
+            f"{folder} holds a decoder without a padding token of its own, by which open_clip finds the end of a text; align "
+            "heads on it with `zerovl align --text hf:...`, which adds one, and train that model"
+        )
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        # transformers would make one of five special tokens
+        raise UserError(f"{folder} holds no tokenizer ({' or '.join(TOKENIZER_FILES[:2])})")
+    tokens = _vocabulary_size(folder)
+    embeddings = config.get("vocab_size")
+    if tokens and embeddings and tokens > embeddings:
+        raise UserError(
+            f"the tokenizer in {folder} has {tokens} tokens, the tower only {embeddings}: they do not match"
+        )
+    _check_padding(folder)
+    positions = config.get("max_position_embeddings")
+    if positions and kind in ("roberta", "xlm-roberta"):
+        # They count positions from the padding token's number on.
+        positions -= 1 + (1 if config.get("pad_token_id") is None else config["pad_token_id"])
+    if positions and context_length > positions:
+        raise UserError(
+            f"the tower in {folder} has {positions} positions, fewer than the {context_length} tokens of a text; give "
+            f"--force-context-length {positions} or less, or set context_length in the model's config"
+        )
+
+
+def _check_padding(folder: Path) -> None:
+    """Refuse a tokenizer whose padding the tower would read as text: it masks the number that its config names.
+
+    Raises:
+        UserError: another number, or padding before the text, where a pooled first token is one.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    number = AutoConfig.from_pretrained(folder).pad_token_id
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    advice = "give its own tokenizer, or align heads on it with `zerovl align --text hf:...`, which mends it"
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != number:
+        raise UserError(
+            f"the tokenizer in {folder} pads with the number {tokenizer.pad_token_id}, and the tower takes {number} for "
+            f"padding; {advice}"
+        )
+    if tokenizer.padding_side != "right":
+        raise UserError(f"the tokenizer in {folder} pads before the text; {advice}")
+
+
+def _vocabulary_size(folder: Path) -> int:
+    """Count the tokens of the folder's tokenizer.
+
+    Returns:
+        0 if its format does not list them.
+    """
+    tokenizer, words = folder / "tokenizer.json", folder / "vocab.txt"
+    if tokenizer.is_file():
+        content = json.loads(tokenizer.read_text(encoding="utf-8"))
+        vocabulary = content.get("model", {}).get("vocab")
+        if isinstance(vocabulary, list):  # of Unigram: (piece, score), by number
+            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+        if not isinstance(vocabulary, dict):
+            return 0
+        return 1 + max(
+            [*vocabulary.values(), *(token["id"] for token in content.get("added_tokens", ()))],
+            default=-1,
+        )
+    if words.is_file():
+        return len(words.read_text(encoding="utf-8").splitlines())
+    return 0
 
 
 @contextmanager
