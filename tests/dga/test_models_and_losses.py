@@ -30,7 +30,7 @@ from open_clip_zerovl.core.memory import ieee_products, product_precision
 from open_clip_zerovl.dga.replay import REPLAY_TOLERANCE, replay_tolerance
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
-from open_clip_zerovl.losses.logits import Logits
+from open_clip_zerovl.losses.gathering import Logits
 from support import ROOT
 from support.dga_reference import (
     CONTEXT,

@@ -25,7 +25,6 @@ from open_clip_zerovl.core.files import reading, save_atomically
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.evaluate.metrics import QueryRanks, recalls, retrieval_ranks
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.losses.names import heads_batch
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups, warmup_cosine
 
 STEPS, EPOCHS = 2_000, (10, 200)  # of a training whose length nobody chose
@@ -89,8 +88,12 @@ class _State:
 
 
 def default_batch(device: torch.device, head_weights: int, embed_dim: int, samples: int) -> int:
-    """Pairs in a step where nobody chose: the power of two of `heads_batch` that the data fills."""
-    wanted = heads_batch(device.type == "cuda", head_weights, embed_dim)
+    """Choose the pairs N of a step where nobody did: a power of two that the data fills.
+
+    A pair costs 6 N D operations in the loss, and 4 to 6 for each weight of the heads. On a CPU N is as large as lets the loss
+    cost no more than the heads; a GPU computes a large product better than a small one.
+    """
+    wanted = 32_768 if device.type == "cuda" else max(256, head_weights // embed_dim)
     return 1 << (min(wanted, samples).bit_length() - 1)
 
 

@@ -25,11 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.losses.gathering import Ranks, require_process_group
-from open_clip_zerovl.losses.logits import Logits
-from open_clip_zerovl.losses.problem import ChunkedLoss, Problem, Report, row_chunks
-from open_clip_zerovl.losses.sigmoid import Sigmoid
-from open_clip_zerovl.losses.targets import PairTargets, SharedTargets
+from open_clip_zerovl.losses.gathering import Logits, Ranks, require_process_group
+from open_clip_zerovl.losses.problem import ChunkedLoss, Problem, Report, Sigmoid, row_chunks
+from open_clip_zerovl.losses.softmax import PairTargets, SharedTargets
 
 _SHARED_IDS = {
     "pair": (),

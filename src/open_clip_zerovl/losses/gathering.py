@@ -1,6 +1,8 @@
-"""Rows of all ranks in one tensor; ranks may hold different numbers of rows.
+"""Rows of all ranks in one tensor, of which ranks may hold different numbers, and the logits s <I_i, T_j> of a chunk of rows.
 
-Shapes: `W` ranks, `b` local rows (may differ from rank to rank), `N` rows of all ranks.
+Shapes: `W` ranks, `b` local rows (may differ from rank to rank), `N` rows of all ranks, `D` width of the features. Side 0: rows
+are images, columns are texts; side 1: rows are texts, columns are images. A mask of pairs (i, j) is symmetric, so that it
+serves both sides.
 """
 
 from __future__ import annotations
@@ -82,3 +84,36 @@ def _gather_rows(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.cat(
         [block[:size] for block, size in zip(gathered.split(longest), sizes, strict=True)]
     )
+
+
+class Logits:
+    """s <I_i, T_j> of local rows against all ranks' rows.
+
+    Args:
+        image_features, text_features: (b, D), without graph.
+        scale: s, shape ().
+        precision: dtype of the products. Features of lower precision are gathered as they are (half the traffic in
+            bf16) and then cast, which is exact.
+
+    Attributes:
+        local: images and texts of this rank, (b, D) each.
+        all: images and texts of all ranks, (N, D) each.
+    """
+
+    def __init__(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        scale: Tensor,
+        ranks: Ranks,
+        *,
+        precision: torch.dtype,
+    ) -> None:
+        self.scale = scale
+        sides = (image_features, text_features)
+        self.local = [features.to(precision) for features in sides]
+        self.all = [ranks.gather(features).to(precision) for features in sides]
+
+    def chunk(self, rows: slice, side: int) -> Tensor:
+        """Return the logits of these local rows, (rows, N), in new memory."""
+        return (self.local[side][rows] * self.scale) @ self.all[1 - side].T

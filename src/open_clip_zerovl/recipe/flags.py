@@ -39,7 +39,7 @@ from open_clip_zerovl.data.names import (
     is_captions,
     is_named,
 )
-from open_clip_zerovl.losses.names import POSITIVES
+from open_clip_zerovl.losses import POSITIVES
 from open_clip_zerovl.sampling import STRATEGIES
 
 TOWERS = ("image", "text")
