@@ -47,6 +47,7 @@ GRAPHS: dict[tuple[str, str | None, str | None], tuple[float, float]] = {
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "scripts" / "paper" / "train.sbatch"
 RETRIEVAL_SETS = ("coco", "f30k")
+FIVE_CAPTIONS = ("vg", "coco/train", "f30k/train")  # a picture; each is shown once an epoch
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ def micro_batch_for(memory_gib: float) -> int:
 def data_flags(recipe: Recipe, data: Path) -> Settings:
     """--train-data of the recipe's sources, --retrieval-data of the sets that exist."""
     flags: Settings = {"train-data": "::".join(_component(data / s, s) for s in recipe.sources)}
+    if five := [source.split("/")[0] for source in recipe.sources if source in FIVE_CAPTIONS]:
+        flags["train-data-upsampling-factors"] = "::".join(f"{name}=5" for name in five)
     sets = [recipe.finetuned_on] if recipe.finetuned_on else RETRIEVAL_SETS
     if there := [f"{name}={data / name}" for name in sets if (data / name / "test").is_dir()]:
         flags["retrieval-data"] = "::".join(there)

@@ -47,7 +47,6 @@ from open_clip_zerovl.prepare.settings import (
     Limits,
     PackSettings,
     PackWork,
-    SharedWork,
     Work,
 )
 from open_clip_zerovl.recipe.arguments import REPEATED, parse_settings, settings_of
@@ -129,25 +128,7 @@ def _whole(limits: Limits) -> Limits:
     return replace(limits, idle_seconds=min(limits.idle_seconds, limits.total_seconds))
 
 
-def _listed(name: str) -> Any:
-    """A dataset whose pictures lie on many hosts."""
-
-    @command
-    def prepare(*, out: Out, dataset: Dataset, work: SharedWork, limits: Limits) -> None:
-        """Write a published dataset as webdataset shards with sizes.json and a manifest.
-
-        The same call continues where an earlier one stopped. docs/datasets.md has the pairs, disk and hours to expect.
-        """
-        from open_clip_zerovl.prepare.public.lists import prepare_list
-
-        prepare_list(name, out, **vars(dataset), limits=_whole(limits), work=work)
-
-    return prepare
-
-
-def _annotated(name: str) -> Any:
-    """A dataset of annotations and archives of pictures."""
-
+def _public(name: str) -> Any:
     @command
     def prepare(
         *,
@@ -155,25 +136,21 @@ def _annotated(name: str) -> Any:
         dataset: Dataset,
         seed: A[int, "seed of the order of the samples", a_seed] = 0,
         work: Work,
-    ) -> None:
-        """Write a published dataset as webdataset shards with sizes.json and a manifest.
+        limits: Limits,
+    ) -> Packed:
+        """Write a published dataset as webdataset shards with sizes.json and a report.
 
         The same call continues where an earlier one stopped. docs/datasets.md has the pairs, disk and hours to expect.
         """
-        from open_clip_zerovl.prepare.public.karpathy import prepare_karpathy
-        from open_clip_zerovl.prepare.public.vg import prepare_vg
+        from open_clip_zerovl.prepare.public.sets import prepare_public
 
-        options = {**vars(dataset), "seed": seed, "work": replace(work, attempts=1)}
-        if name == "vg":
-            prepare_vg(out, **options)
-        else:
-            prepare_karpathy(name, out, **options)
+        options = {**vars(dataset), "seed": seed, "limits": _whole(limits), "work": work}
+        return Packed(_absolute(out), prepare_public(name, out, **options), "")
 
     return prepare
 
 
-sbu, cc3m, cc12m = (_listed(name) for name in ("sbu", "cc3m", "cc12m"))
-vg, coco, f30k = (_annotated(name) for name in ("vg", "coco", "f30k"))
+sbu, cc3m, cc12m, vg, coco, f30k = map(_public, ("sbu", "cc3m", "cc12m", "vg", "coco", "f30k"))
 
 
 @command

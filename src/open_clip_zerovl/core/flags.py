@@ -244,16 +244,6 @@ def share(text: str) -> float:
     return value
 
 
-def part(text: str) -> tuple[int, int]:
-    """I/N: every N-th of something from number I on."""
-    index, slash, count = text.partition("/")
-    if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a part I/N; give 0/4 for the first of 4 parts, 3/4 for the last"
-        )
-    return int(index), int(count)
-
-
 def _whole(text: str, least: int) -> int:
     # 18 digits are more than any count has; Python itself refuses to convert thousands of digits.
     if not text.removeprefix("-").isdecimal() or len(text) > 18:

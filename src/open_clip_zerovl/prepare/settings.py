@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_clip_zerovl.core.flags import flag, part, positive, redeclared, seed, share
+from open_clip_zerovl.core.flags import flag, positive, redeclared, seed, share
 
 if TYPE_CHECKING:
     from open_clip_zerovl.data.columns import Wanted
@@ -45,7 +45,6 @@ class Work:
         threads: pictures fetched and encoded at the same time.
         attempts: attempts at a picture whose failure is transient.
         backoff_seconds: pause after the first failed attempt, doubled after each further one.
-        part: (i, n): make shards i, i+n, i+2n ... only, so that n processes or machines can share a folder.
         retry_failed: try the rows again that failed for a transient reason, of finished shards too.
         progress: print a progress bar and a last line.
     """
@@ -53,18 +52,8 @@ class Work:
     threads: int = flag(32, "pictures at the same time", kind=positive)
     attempts: int = 3
     backoff_seconds: float = 0.5
-    part: tuple[int, int] = (0, 1)
     retry_failed: bool = flag(False, "try rows again that failed for a passing reason")
     progress: bool = flag(True, "no progress bar, no last line", option="--quiet")
-
-
-@dataclass(frozen=True)
-class SharedWork(Work):
-    """Work on a list that several processes may share."""
-
-    part: tuple[int, int] = flag(
-        (0, 1), "do every N-th shard: N processes share a folder", kind=part, metavar="I/N"
-    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +73,7 @@ class Dataset:
         nargs="+",
         metavar="FILE",
     )
-    shard_size: int = flag(10_000, "rows a shard", kind=positive)
+    shard_size: int = flag(10_000, "pictures a shard", kind=positive)
 
 
 @dataclass(frozen=True)
@@ -139,6 +128,8 @@ class PackSettings:
         columns: names of columns, and the folder of relative paths.
         templates: the templates of the captions of classes; None for `classes.TEMPLATE`.
         max_side_px: larger pictures are shrunk to this longer side; None keeps them.
+        shorter_side_px: larger training pictures are shrunk to this shorter side; None keeps them. Held-out ones stay, since
+            shrunk pictures change the scores.
         min_side_px: smaller pictures are refused.
         test_share: share of the pictures that is held out.
         shard_size: samples a shard at most.
@@ -164,6 +155,7 @@ class PackSettings:
         kind=positive,
         metavar="PX",
     )
+    shorter_side_px: int | None = None
     min_side_px: int = flag(
         16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX"
     )
@@ -183,7 +175,7 @@ class PackSettings:
         from open_clip_zerovl.prepare.public.pictures import Encoding
 
         return Encoding(
-            shorter_side_px=None,
+            shorter_side_px=self.shorter_side_px,
             min_side_px=self.min_side_px,
             longer_side_px=self.max_side_px,
             upright=True,

@@ -166,6 +166,6 @@ def test_one_process_writes_a_folder(packed, tmp_path, monkeypatch):
         kill_in(patch, packing.reports, "summarize", 0)
         with pytest.raises(Killed):
             packed(given)
-    held = sole_writer(tmp_path / "out/.pack", "pack")
+    held = sole_writer(tmp_path / "out", tmp_path / "out/.pack")
     with held, pytest.raises(UserError, match=r"Another process is writing .*out: wait for it\."):
         packed(given)

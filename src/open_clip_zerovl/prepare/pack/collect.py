@@ -8,7 +8,7 @@ local file that can be read again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
@@ -111,7 +111,9 @@ class Collecting:
             content = self._local(input, row.place)
         else:
             content = self.downloader(row.place)
-        stored = encode_picture(content, self.encoding, hashed=True)
+        held_out = row.split != "train"
+        encoding = replace(self.encoding, shorter_side_px=None) if held_out else self.encoding
+        stored = encode_picture(content, encoding, hashed=True)
         about = {**stored.about, "bytes": len(stored.content), "sum": sum_of(stored.content)}
         again = local and stored.content is content  # it can be read again from its file
         return Picture(stored.extension, b"" if again else stored.content, about)

@@ -105,7 +105,7 @@ def pack(
         SourceNames(source_name(name or out.absolute().name), settings.columns.source, known)
         for name, _ in named
     ]
-    with manifest.sole_writer(scratch, "pack", of=out, advice="wait for it"):
+    with manifest.sole_writer(out, scratch):
         for scratch_file in out.rglob(".*.part"):  # which a process that was killed has left
             scratch_file.unlink(missing_ok=True)
         try:

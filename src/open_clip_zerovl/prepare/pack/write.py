@@ -102,7 +102,6 @@ def write_split(
             name,
             bounds[number],
             len(chunk),
-            len(chunk),
             sum(len(captions) for _, captions, _ in chunk),
         )
         manifest.write_recorded_shard(here, record, starmap(sample_of, chunk))

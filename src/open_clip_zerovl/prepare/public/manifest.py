@@ -1,20 +1,17 @@
-"""Records and manifest of a dataset: a shard's record is written when the shard is whole, the manifest sums up the records.
+"""Records and manifest of a split: a shard's record is written when the shard is whole, the manifest sums up the records.
 
-    DIR/00000.tar ...           the shards
-    DIR/records/00000.json      rows, pairs, bytes, sha256, numbers of the failed rows by reason
-    DIR/manifest.json           inputs with their hashes, settings, counts, failures by reason, every shard's hash
-    DIR/sizes.json              samples a shard, as open_clip reads it
-
-Each process that finishes writes manifest and sizes again from the records, under a lock.
+DIR/00000.tar ...           the shards
+DIR/records/00000.json      pairs, captions, bytes, sha256
+DIR/manifest.json           inputs with their hashes, settings, counts, every shard's hash
+DIR/sizes.json              samples a shard, as open_clip reads it
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +31,25 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """The counts of one shard, and its rows that failed.
+    """The counts of one shard.
 
     Attributes:
-        shard: file name; there is no file if `pairs` is 0.
-        first_row, rows: number of its first row in the list, and how many rows it was made from.
+        shard: file name.
+        first: number of its first sample among those of the split.
         pairs, captions: samples in it, and lines of text (a retrieval set has several an image).
         size_bytes, sha256: size and hash of the tar.
-        failures: reason -> numbers of the rows that failed.
-        transient_reasons: the reasons for which a retry may help.
     """
 
     shard: str
-    first_row: int
-    rows: int
+    first: int
     pairs: int
     captions: int
     size_bytes: int = 0
     sha256: str = ""
-    failures: Mapping[str, list[int]] = field(default_factory=dict)
-    transient_reasons: Sequence[str] = ()
 
 
 def write_recorded_shard(folder: Path, record: ShardRecord, samples: Iterable[Sample]) -> None:
-    """Write a shard, then its record. No tar is written where `record.pairs`, the number of samples, is 0.
+    """Write a shard, then its record.
 
     Args:
         record: size and hash are filled in.
@@ -65,9 +57,8 @@ def write_recorded_shard(folder: Path, record: ShardRecord, samples: Iterable[Sa
     path = folder / record.shard
     # A shard that is written again (after a retry) is not done until its new record is written.
     _record_file(folder, record.shard).unlink(missing_ok=True)
-    if record.pairs:
-        write_shard(path, samples)
-        record = replace(record, size_bytes=path.stat().st_size, sha256=sha256_of(path))
+    write_shard(path, samples)
+    record = replace(record, size_bytes=path.stat().st_size, sha256=sha256_of(path))
     write_record(folder, record)
 
 
@@ -89,7 +80,7 @@ def read_record(folder: Path, shard: str) -> ShardRecord | None:
         return None
     record = ShardRecord(**(read_claim(file) or {}))
     tar = folder / shard
-    if record.pairs and not (tar.is_file() and tar.stat().st_size == record.size_bytes):
+    if not (tar.is_file() and tar.stat().st_size == record.size_bytes):
         file.unlink()
         return None
     return record
@@ -141,9 +132,7 @@ def begin(
                 raise UserError(
                     f"{folder} holds shards without a manifest of this program: give a new folder."
                 )
-            head.update(
-                complete=False, rows=0, pairs=0, captions=0, size_bytes=0, failures={}, shards={}
-            )
+            head.update(complete=False, pairs=0, captions=0, size_bytes=0, shards={})
             write_atomically(folder / MANIFEST_FILE, json.dumps(head, indent=1) + "\n")
             return
     changed = difference({name: known.get(name) for name in head}, head)
@@ -163,50 +152,34 @@ def rebuild(folder: Path, *, shard_count: int | None = None) -> dict[str, Any]:
             ShardRecord(**(read_claim(file) or {}))
             for file in sorted((folder / RECORDS).glob("*.json"))
         ]
-        records.sort(key=lambda record: record.first_row)
-        failures: Counter[str] = Counter()
-        for record in records:
-            failures.update({reason: len(rows) for reason, rows in record.failures.items()})
+        records.sort(key=lambda record: record.first)
         if shard_count is None:
             shard_count = manifest.get("shard_count")
-        with_pairs = [record for record in records if record.pairs]
         manifest.update(
             complete=shard_count is not None and len(records) == shard_count,
             shard_count=shard_count,
-            rows=sum(record.rows for record in records),
             pairs=sum(record.pairs for record in records),
             captions=sum(record.captions for record in records),
             size_bytes=sum(record.size_bytes for record in records),
-            failures=dict(failures.most_common()),
             shards={
                 r.shard: {"pairs": r.pairs, "bytes": r.size_bytes, "sha256": r.sha256}
-                for r in with_pairs
+                for r in records
             },
         )
         write_atomically(
-            folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in with_pairs}, indent=1) + "\n"
+            folder / SIZES_FILE, json.dumps({r.shard: r.pairs for r in records}, indent=1) + "\n"
         )
         write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
 @contextmanager
-def sole_writer(
-    folder: Path,
-    part: str,
-    *,
-    of: Path | None = None,
-    advice: str = "wait for it, or share the work with --part i/n",
-) -> Iterator[None]:
-    """Make this process the only one that writes a part of a folder.
-
-    Args:
-        of: the folder in the sentence for a refused process; None for `folder`.
-        advice: the end of that sentence.
+def sole_writer(out: Path, scratch: Path) -> Iterator[None]:
+    """Make this process the only one that writes an output; the lock lies in its scratch folder.
 
     Raises:
         UserError: another process writes it.
     """
-    busy = f"Another process is writing {of or folder}: {advice}."
-    with locked(folder / RECORDS, name=f".writer-{part}", busy=busy):
+    busy = f"Another process is writing {out}: wait for it."
+    with locked(scratch / RECORDS, name=".writer-pack", busy=busy):
         yield

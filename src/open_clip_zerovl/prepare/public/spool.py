@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,16 +37,15 @@ class Spool:
     """The outcomes of a batch of rows. Not thread-safe: one thread appends.
 
     Attributes:
-        number, rows: number and rows of the batch; the rows if they are needed after the download of the pictures.
+        number: of the batch.
         open_rows: rows whose pictures are under way.
         submitted: whether no more rows come.
     """
 
-    def __init__(self, path: Path, number: int = 0, rows: Sequence[Any] = ()) -> None:
+    def __init__(self, path: Path, number: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.number = number
-        self.rows = rows
         self.open_rows, self.submitted = 0, False
         self.outcomes: dict[int, RowOutcome] = {}
         self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
@@ -69,17 +68,9 @@ class Spool:
             row: outcome for row, outcome in self.outcomes.items() if not outcome.transient
         }
 
-    def read(self, row: int) -> bytes:
-        """The bytes of the picture of a row that has one."""
-        outcome = self.outcomes[row]
-        self._file.flush()
-        return os.pread(self._file.fileno(), outcome.size_bytes, outcome.offset_bytes)
-
-    def close(self, *, remove: bool = False) -> None:
-        """Close the file, and remove it on request."""
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
-        if remove:
-            self.path.unlink(missing_ok=True)
 
     def _append(self, head: dict, content: bytes) -> None:
         line = json.dumps(head).encode() + b"\n"
