@@ -152,22 +152,11 @@ def test_command_lines_as_settings():
         settings_of(["1e-4"])
 
 
-def test_adapters_have_a_rate_of_their_own(monkeypatch):
-    """`--lora` is a flag of the command; projections keep the rate of full fine-tuning."""
-    from open_clip_zerovl.cli import api
-    from open_clip_zerovl.cli.program import main
-    from open_clip_zerovl.finetune import finetuning
-
-    asked = []
-    monkeypatch.setattr(api, "_read", lambda file: {"table": ""})
-    monkeypatch.setattr(
-        finetuning, "run_finetune", lambda request, say: asked.append(request.given)
-    )
-    command = "finetune --from m --data d --out o --lora 16 --lora-on image --layer-decay 0.8 --set wd=0.2"
-    assert main(command.split()) in (None, 0)
-    assert asked == [{"lora": "16", "lora-on": "image", "layer-decay": "0.8", "wd": "0.2"}]
+def test_adapters_have_a_rate_of_their_own():
+    """Projections keep the rate of full fine-tuning."""
+    given = parse_settings(["lora=16", "lora-on=image", "layer-decay=0.8", "wd=0.2"])
     values = chosen(
-        facts(10_000), **{flag.replace("-", "_"): value for flag, value in asked[0].items()}
+        facts(10_000), **{flag.replace("-", "_"): value for flag, value in given.items()}
     )
     assert values["lr"] == "0.0001" and values["lr-head"] == "1e-05" and values["lora"] == "16"
     _, config = parse(

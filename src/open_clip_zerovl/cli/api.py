@@ -28,7 +28,7 @@ from open_clip_zerovl.cli.results import Aligned, Hits, Packed, Run, Tuned
 from open_clip_zerovl.cli.train import take_gpus
 from open_clip_zerovl.core.command import as_word, as_words, command
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import flags_of, natural, positive, redeclared
+from open_clip_zerovl.core.flags import natural, positive, redeclared
 from open_clip_zerovl.core.flags import seed as a_seed
 from open_clip_zerovl.core.launch import follow_training
 from open_clip_zerovl.core.lazy import load_open_clip
@@ -50,7 +50,6 @@ from open_clip_zerovl.prepare.settings import (
     Work,
 )
 from open_clip_zerovl.recipe.arguments import REPEATED, parse_settings, settings_of
-from open_clip_zerovl.recipe.flags import TuningFlags
 from open_clip_zerovl.report.tables import Scores
 from open_clip_zerovl.trial.flags import TrialFlags
 
@@ -262,15 +261,14 @@ def finetune(
         "FLAG=VALUE",
     ] = (),
     flags: FinetuneFlags,
-    tuning: A[TuningFlags, "as for train"],
     curve: A[CurveFlags, "weights in between"],
     model: ModelFlags,
 ) -> Tuned:
     """Fine-tune a model on a thousand to some million pairs, with settings that are chosen and explained.
 
     Both towers are trained; the best epoch on held-out pairs is kept and interpolated with the weights before (WiSE-FT). The
-    same call goes on with one that was interrupted. Training flags (zerovl train --help) replace the chosen ones: `--set
-    lr=5e-6`, or all of them after `--`; in Python `set={"lr": 5e-6}`.
+    same call goes on with one that was interrupted. Training flags (zerovl train --help) replace the chosen ones or are added:
+    `--set lora=16`, or all of them after `--`; in Python `set={"lora": 16}`.
 
     Args:
         from_: the model to start from: a folder, a checkpoint, or open_clip's `NAME/TAG`.
@@ -283,18 +281,13 @@ def finetune(
     from open_clip_zerovl.finetune.finetuning import run_finetune
     from open_clip_zerovl.finetune.request import FinetuneRequest
 
-    given = {
-        each.option.removeprefix("--"): str(getattr(tuning, each.name))
-        for each in flags_of(TuningFlags)
-        if getattr(tuning, each.name) != each.default
-    }
     request = FinetuneRequest(
         **vars(flags),
         **vars(curve),
         start=_encoder(from_, model),
         data=data,
         out=_absolute(out),
-        given={**given, **parse_settings(set), **settings_of(training)},
+        given={**parse_settings(set), **settings_of(training)},
     )
     run_finetune(request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True))
     return Tuned(request.out, _read(request.out / "finetune.json"))
