@@ -36,7 +36,7 @@ def option_strings(name: str) -> set[str]:
 def command_lines(text: str) -> list[list[str]]:
     """Return the words of each `zerovl` and `training.main` line of a page's blocks, after the program's name."""
     lines = []
-    for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         for line in block.replace("\\\n", " ").splitlines():
             match = re.match(
                 r"(?:\$ )?(?:\w+=\S+ )*(?:zerovl|torchrun .*open_clip_zerovl\.cli) (.*)", line
