@@ -233,6 +233,7 @@ from importlib import resources
 
 import open_clip
 import open_clip_zerovl
+import open_clip_zerovl.models
 
 for name in ("open_clip_zerovl", "training"):
     place = importlib.util.find_spec(name).origin

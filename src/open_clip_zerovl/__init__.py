@@ -1,10 +1,10 @@
 """ZeroVL's recipe (Cui et al., ECCV 2022) for open_clip: strong contrastive image-text models on few GPUs.
 
-Importing the package makes its model configs (`zerovl-ViT-B-16-BERT-base` ...) known to open_clip, whichever of the two is
-imported first. It imports neither open_clip nor torch itself.
+Importing `open_clip_zerovl.models` makes the model configs (`zerovl-ViT-B-16-BERT-base` ...) known to open_clip. This package
+imports neither open_clip nor torch by itself.
 """
 
-from open_clip_zerovl.core.lazy import lazy_exports, when_imported
+from open_clip_zerovl.core.lazy import lazy_exports
 
 __version__ = "0.1.0"  # the one place; pyproject.toml, CITATION.cff and CHANGELOG.md follow, and a test compares them
 
@@ -24,12 +24,3 @@ __getattr__, __dir__, __all__ = lazy_exports(
     },
     packages=("align", "evaluate", "finetune"),  # also called, as functions
 )
-
-
-def _register_model_configs() -> None:
-    from open_clip_zerovl.models.configs import register_model_configs
-
-    register_model_configs()
-
-
-when_imported("open_clip", _register_model_configs)

@@ -203,7 +203,7 @@ try:
 except TypeError as error:
     print(error)
 assert "open_clip_zerovl" not in sys.modules
-import open_clip_zerovl
+import open_clip_zerovl.models
 model, _, _ = open_clip.create_model_and_transforms(name)
 tokens = open_clip.get_tokenizer(name)(sys.argv[3:])
 with torch.no_grad():
@@ -219,12 +219,12 @@ def test_an_export_loads_in_another_process_after_one_import(small, tmp_path, ca
     assert main(["export", str(checkpoint), str(folder)]) in (0, None)
     said = capsys.readouterr().out
     assert (
-        "write 'import open_clip_zerovl' before the model is loaded" in said
+        "write 'import open_clip_zerovl.models' before the model is loaded" in said
         and "after a move" in said
     )
     card = (folder / "README.md").read_text()
     assert (
-        "import open_clip\nimport open_clip_zerovl  # its text tower\n" in card
+        "import open_clip\nimport open_clip_zerovl.models  # its text tower\n" in card
         and "stock" not in card
     )
     assert json.loads((folder / "config.json").read_text())["model_type"] == "modernbert"

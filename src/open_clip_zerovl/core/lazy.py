@@ -1,17 +1,13 @@
-"""Late imports: a package's public names are imported on first use, and model configs are registered when open_clip is loaded.
+"""Late imports: a package's public names are imported when they are first used (PEP 562).
 
 torch, timm and transformers take seconds to import, and a help text does not need them. So `import open_clip_zerovl` and
-`import open_clip_zerovl.cli` do not import them. A package's public name is imported when it is first used (PEP 562). The
-model configs are registered at once where open_clip is loaded already, else by a hook right after it is.
+`import open_clip_zerovl.cli` do not import them.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,52 +87,3 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Run `action` now if the module `name` is imported already, else right after its first import."""
-    module = sys.modules.get(name)
-    # A module in the middle of its import is not complete yet.
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
-        action()
-    else:
-        sys.meta_path.insert(0, _Hook(name, action))
-
-
-class _Hook(importlib.abc.MetaPathFinder):
-    """Finds one module by the other finders, and makes its loader call an action after the import.
-
-    It stays until the module is imported: `importlib.util.find_spec`, which only asks where a module lies, does not import it.
-    """
-
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name, self._action = name, action
-        self._asking = False
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name or self._asking:
-            return None
-        self._asking = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._asking = False
-        if spec is not None and spec.loader is not None:
-            _call_after(spec.loader, self._imported)
-        return spec
-
-    def _imported(self) -> None:
-        sys.meta_path.remove(self)
-        self._action()
-
-
-def _call_after(loader: Any, action: Callable[[], None]) -> None:
-    execute = loader.exec_module
-
-    def execute_and_act(module: ModuleType) -> None:
-        execute(module)
-        action()
-
-    loader.exec_module = execute_and_act

@@ -1,7 +1,11 @@
-"""Dual encoders (sections 2.2 and A.9): BERT and timm ViT as open_clip model configs, checked before they are built."""
+"""Dual encoders (sections 2.2 and A.9): BERT and timm ViT as open_clip model configs, checked before they are built.
 
-from open_clip_zerovl.core.lazy import lazy_exports
+Importing this package makes the configs and their text towers known to open_clip.
+"""
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"open_clip_zerovl.models.build": ["create_model_and_transforms"]}
-)
+from open_clip_zerovl.models.build import create_model_and_transforms
+from open_clip_zerovl.models.configs import register_model_configs
+
+register_model_configs()
+
+__all__ = ["create_model_and_transforms", "register_model_configs"]

@@ -12,6 +12,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import open_clip
+from open_clip.factory import get_model_config
+
+from open_clip_zerovl.models.text_towers import register_text_towers
+
 #: An `open_clip.CLIP` or `CustomTextCLIP`: modules whose towers' types open_clip does not give.
 ClipModel = Any
 
@@ -52,12 +57,6 @@ def register_model_configs() -> list[str]:
     Returns:
         The registered names, sorted.
     """
-    # Not at the top: the import of open_clip calls this function, and this module must be whole by then.
-    import open_clip
-    from open_clip.factory import get_model_config
-
-    from open_clip_zerovl.models.text_towers import register_text_towers
-
     register_text_towers()
     configs = {
         file.stem: json.loads(file.read_text(encoding="utf-8"))

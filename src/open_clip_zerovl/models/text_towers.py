@@ -6,7 +6,7 @@ only MPNet's class takes. `register_text_towers` adds the entries and puts `Towe
 are built by the same calls as before. open_clip 4 has an entry for ModernBERT; the rest of `TowerModel` holds there, too.
 The function also adds `LastTokenPooler` to open_clip's poolers, for decoders: only their last token has seen the whole text.
 
-An export of such a model loads in open_clip 3.3 after `import open_clip_zerovl`, which registers the tower (`import_note`).
+An export of such a model loads in open_clip 3.3 after `import open_clip_zerovl.models`, which registers it (`import_note`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TEXT_TOWERS: dict[str, dict[str, Any]] = {
 _WITH_POOLER = (
     "mpnet",
 )  # their classes take `add_pooling_layer`, so that open_clip's own call builds them
-IMPORT_LINE = "import open_clip_zerovl"
+IMPORT_LINE = "import open_clip_zerovl.models"
 
 
 def register_text_towers() -> None:
