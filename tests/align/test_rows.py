@@ -13,13 +13,14 @@ from PIL import Image
 
 from open_clip_zerovl.align import rows as rows_module
 from open_clip_zerovl.align.encoders import open_tower
-from open_clip_zerovl.align.order import epoch_captions, epoch_order
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.align.rows import (
     Features,
     Sources,
     caption_identity,
     embed_tower,
+    epoch_captions,
+    epoch_order,
     make_pairs,
     open_sources,
     shared_ids,

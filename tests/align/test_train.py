@@ -14,9 +14,8 @@ from open_clip_zerovl.align import train as train_module
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.export import export_aligned
 from open_clip_zerovl.align.heads import Heads
-from open_clip_zerovl.align.order import epoch_order
 from open_clip_zerovl.align.request import Recipe
-from open_clip_zerovl.align.rows import HeldOut, Pairs
+from open_clip_zerovl.align.rows import HeldOut, Pairs, epoch_order
 from open_clip_zerovl.align.train import (
     Task,
     backward,

@@ -35,9 +35,13 @@ from open_clip_zerovl.finetune.finetuning import (
     _halved,
     _training,
 )
-from open_clip_zerovl.finetune.keeping import keeping_notes, with_old_pairs
 from open_clip_zerovl.finetune.proposal import Facts, Setting, choose_settings
-from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
+from open_clip_zerovl.finetune.request import (
+    FinetuneRequest,
+    Prepared,
+    keeping_notes,
+    with_old_pairs,
+)
 from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.sampling.schedule import Sampling

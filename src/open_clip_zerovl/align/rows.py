@@ -26,6 +26,7 @@ from open_clip_zerovl.align.encoders import Tower
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of, number_of
+from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.held_out import Identities, draw_held_out, identity_of
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
@@ -34,6 +35,7 @@ from open_clip_zerovl.features.embed import embed, estimated_seconds
 from open_clip_zerovl.features.sources import SourceSamples
 from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.report.tables import duration
+from open_clip_zerovl.sampling.schedule import source_schedule
 
 CAPTIONS = "one-per-epoch"
 
@@ -328,3 +330,54 @@ class Features:
         wanted, back = np.unique(index.cpu().numpy(), return_inverse=True)
         rows = self._store.take(wanted).to(self._device)[torch.from_numpy(back).to(self._device)]
         return rows.float().mul_(self.scale)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order: the pairs of each step as a pure function of (seed, epoch)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def epoch_order(
+    sizes: Sequence[int],
+    batch_size: int,
+    *,
+    seed: int,
+    epoch: int,
+    names: Sequence[str] | None = None,
+) -> np.ndarray:
+    """Draw the samples of an epoch's T steps of N pairs, (T, N) numbers among all m; each step mixes the sources.
+
+    A source's samples are an endless cycle, of which an epoch takes the next stretch, in an order of its own: each sample at
+    most once an epoch.
+
+    Args:
+        sizes: (S,) samples of each source, which lie one source after another.
+
+    Raises:
+        UserError: as `source_schedule`: an epoch without a step.
+    """
+    schedule = source_schedule(
+        sizes, batch_size, strategy="random", seed=seed, epoch=epoch, names=names
+    )
+    begins = np.cumsum([0, *sizes])[:-1]
+    taken = []
+    for source, (size, begin, count) in enumerate(
+        zip(sizes, schedule.begin, schedule.taken, strict=True)
+    ):
+        stretch = (begin + np.arange(count)) % size
+        taken.append(
+            begins[source] + stream(seed, Purpose.ALIGN_ORDER, epoch, source).permutation(stretch)
+        )
+    mixed = stream(seed, Purpose.ALIGN_ORDER, epoch, -1).permutation(np.concatenate(taken))
+    return mixed.reshape(schedule.steps, batch_size)
+
+
+def epoch_captions(first: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
+    """Choose the caption that each of m samples shows in an epoch: all of them in turn, from a place of its own on.
+
+    Args:
+        first: (m + 1,) where each sample's captions begin.
+    """
+    counts = np.diff(first)
+    shift = stream(seed, Purpose.ALIGN_CAPTION).integers(0, 1 << 30, size=len(counts))
+    return first[:-1] + (shift + epoch) % counts

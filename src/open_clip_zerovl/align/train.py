@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.align.heads import Heads
-from open_clip_zerovl.align.order import epoch_captions, epoch_order
 from open_clip_zerovl.align.request import Recipe
-from open_clip_zerovl.align.rows import Features, HeldOut, Pairs
+from open_clip_zerovl.align.rows import Features, HeldOut, Pairs, epoch_captions, epoch_order
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading, save_atomically
 from open_clip_zerovl.core.memory import available_bytes

@@ -38,7 +38,6 @@ from open_clip_zerovl.evaluate.metrics import recall_bounds
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.features.sources import cut_captions
 from open_clip_zerovl.finetune import data as pairs
-from open_clip_zerovl.finetune.keeping import check_keeping, keeping_notes, with_old_pairs
 from open_clip_zerovl.finetune.outcome import RESULT, write_outcome
 from open_clip_zerovl.finetune.proposal import (
     Facts,
@@ -47,7 +46,14 @@ from open_clip_zerovl.finetune.proposal import (
     choose_settings,
     split_batch,
 )
-from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared, digest_of_model
+from open_clip_zerovl.finetune.request import (
+    FinetuneRequest,
+    Prepared,
+    check_keeping,
+    digest_of_model,
+    keeping_notes,
+    with_old_pairs,
+)
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
