@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,15 +22,16 @@ from open_clip_zerovl.core.errors import UserError, kind_and_message
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.core.launch import missing_ranks
 from open_clip_zerovl.core.processes import usable_cores
-from open_clip_zerovl.core.releases import INSTALL, line_of, supported, version_here
+from open_clip_zerovl.core.releases import line_of, supported, version_here
 
 PACKAGE = "open_clip_zerovl"
-HOST = "open_clip_torch"
 GIB = 2**30
 LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes pass their batches through it
 LEAST_OPEN_FILES = 1024  # a loader process has a few open for each shard, and PyTorch one for each tensor passed on
 LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
 TOLERANCE = 5e-5  # relative error of a gradient in fp32 (invariant 1)
+
+Seen = tuple[str, "str | None"]  # what a check has seen, and the fault with its remedy
 
 
 class Finding(NamedTuple):
@@ -45,11 +48,10 @@ def examine(logs: Path) -> list[Finding]:
     Args:
         logs: the runs' folder, whose free disk is checked.
     """
-    findings: list[Finding] = []
-    checks = {"packages": versions, "devices": devices, "limits": lambda: limits(logs)}
-    for topic, check in checks.items():
+    findings = []
+    for topic, check in checks(logs):
         try:
-            findings += check()
+            findings.append(Finding(topic, *check()))
         except Exception as error:  # a doctor reports whatever a broken installation raises
             advice = f"{kind_and_message(error)}; install {PACKAGE} again"
             findings.append(Finding(topic, "could not be checked", advice))
@@ -69,79 +71,82 @@ def page(findings: Iterable[Finding]) -> str:
     return "\n".join([*lines, "", *(remedies or ["Nothing is wrong."])])
 
 
-def versions() -> Iterator[Finding]:
-    """Compare the packages that this one needs with the ranges in its metadata."""
+def checks(logs: Path) -> Iterator[tuple[str, Callable[[], Seen]]]:
+    """List topics with their checks: packages, devices, limits."""
+    system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield "python", lambda: (system, None)
+    yield PACKAGE, lambda: (metadata.version(PACKAGE), None)
+    for requirement in requirements():
+        name = re.split(r"[^\w.-]", requirement)[0]
+        check = open_clip_version if name == "open_clip_torch" else partial(version, requirement)
+        yield name, check
+    for device in devices():
+        yield device, partial(step_on, device)
+    yield "ranks", ranks
+    yield "CPU cores", lambda: (str(usable_cores()), None)
+    yield "shared memory", shared_memory
+    yield "open files", open_files
+    yield "disk for --logs", partial(disk, logs)
+
+
+def requirements() -> list[str]:
+    """List the packages that this one needs with their ranges; [] where it is not installed, which its own check shows."""
+    try:
+        return [each for each in metadata.requires(PACKAGE) or () if "extra ==" not in each]
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def version(requirement: str) -> Seen:
+    """Compare a package with its range."""
     from packaging.requirements import Requirement  # not at the top: it may be missing
 
-    seen = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield Finding("python", seen)
-    yield Finding(PACKAGE, metadata.version(PACKAGE))
-    for needed in map(Requirement, metadata.requires(PACKAGE) or ()):
-        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
-            continue
-        if needed.name.replace("-", "_") == HOST:
-            yield open_clip_version()
-            continue
-        wanted = f"'{needed.name}{needed.specifier}'"
-        try:
-            version = metadata.version(needed.name)
-        except metadata.PackageNotFoundError:
-            yield Finding(needed.name, "not installed", f"pip install {wanted}")
-            continue
-        inside = needed.specifier.contains(version, prereleases=True)
-        problem = None if inside else f"{version} is not supported; pip install {wanted}"
-        yield Finding(
-            needed.name, f"{version:16} supported: {needed.specifier or 'any version'}", problem
-        )
+    needed = Requirement(requirement)
+    here = metadata.version(needed.name)
+    inside = needed.specifier.contains(here, prereleases=True)
+    problem = f"{here} is not supported; pip install '{needed.name}{needed.specifier}'"
+    seen = f"{here:16} supported: {needed.specifier or 'any version'}"
+    return seen, None if inside else problem
 
 
-def open_clip_version() -> Finding:
+def open_clip_version() -> Seen:
     """Check the open_clip that is imported here, which may be a checkout on PYTHONPATH in place of the installed one."""
-    version = version_here()
-    if version is None:
-        return Finding(HOST, "not installed", INSTALL)
+    here = version_here() or "none"
     try:
-        problem = line_of(version).untested(version)
+        problem = line_of(here).untested(here)
     except UserError as error:
         problem = str(error)
-    return Finding(HOST, f"{version:16} supported: {supported()}", problem)
+    return f"{here:16} supported: {supported()}", problem
 
 
-def devices() -> Iterator[Finding]:
-    """Take a DGA step on the CPU and on every GPU."""
+def devices() -> list[str]:
+    """Name the CPU and every GPU."""
+    try:
+        import torch
+    except ImportError:  # which the check of the CPU shows
+        return ["cpu"]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["cpu", *(f"cuda:{index}" for index in range(gpus))]
+
+
+def step_on(name: str) -> Seen:
+    """Compare a DGA step's gradient on a device with one graph's."""
     import torch
 
-    if (missing := missing_ranks()) is not None:
-        yield Finding(
-            "SLURM", f"SLURM_NTASKS={os.environ['SLURM_NTASKS']}", f"a training is {missing}"
-        )
     threads = torch.get_num_threads()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if shutil.which("nvidia-smi") is not None and not gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        advice = (
-            "install a torch whose CUDA the driver supports, and look at CUDA_VISIBLE_DEVICES "
-            f"({visible})"
+    what = f"{threads} threads" if name == "cpu" else torch.cuda.get_device_name(name)
+    if name == "cpu" and shutil.which("nvidia-smi") and not torch.cuda.is_available():
+        return what, (
+            f"there is a driver, but torch {torch.__version__} finds no GPU: install a torch whose CUDA the driver supports, "
+            "and look at CUDA_VISIBLE_DEVICES"
         )
-        yield Finding(
-            "CUDA", f"there is a driver, but torch {torch.__version__} finds no GPU", advice
-        )
-    for name in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
-        what = f"{threads} threads" if name == "cpu" else torch.cuda.get_device_name(name)
-        torch.set_num_threads(
-            1
-        )  # on a busy machine a second one waits longer than so small a model computes
-        try:
-            error = dga_error(torch.device(name))
-        except Exception as reason:  # as above: whatever the device raises is the finding
-            yield Finding(name, what, f"a training step fails: {kind_and_message(reason)}")
-            continue
-        finally:
-            torch.set_num_threads(threads)
-        problem = f"DGA's gradient differs from one graph's by {error:.1e}, more than {TOLERANCE:.0e}; report it"
-        yield Finding(
-            name, f"{what}; DGA step exact to {error:.0e}", None if error <= TOLERANCE else problem
-        )
+    torch.set_num_threads(1)  # a second one waits longer than so small a model computes
+    try:
+        error = dga_error(torch.device(name))
+    finally:
+        torch.set_num_threads(threads)
+    problem = f"DGA's gradient differs from one graph's by {error:.1e}, more than {TOLERANCE:.0e}; report it"
+    return f"{what}; DGA step exact to {error:.0e}", None if error <= TOLERANCE else problem
 
 
 def dga_error(device: Any) -> float:
@@ -178,22 +183,35 @@ def dga_error(device: Any) -> float:
     )
 
 
-def limits(logs: Path) -> Iterator[Finding]:
-    """Look at cores, shared memory, open files and the disk of the runs."""
-    yield Finding("CPU cores", str(usable_cores()))
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        free = shutil.disk_usage(shared).free / GIB
-        advice = "loader processes need more; in a container start it with --shm-size=8g, or give --workers 0"
-        few = free < LEAST_SHARED_MEMORY_GIB
-        yield Finding("shared memory", f"{free:.1f} GiB free", advice if few else None)
+def ranks() -> Seen:
+    """Look for a launcher that has announced ranks which nobody starts."""
+    missing = missing_ranks()
+    tasks = os.environ.get("SLURM_NTASKS", "none announced")
+    return tasks, None if missing is None else f"a training is {missing}"
+
+
+def shared_memory() -> Seen:
+    """Look at /dev/shm."""
+    free = shutil.disk_usage("/dev/shm").free / GIB
+    advice = "loader processes need more; in a container start it with --shm-size=8g, or give --workers 0"
+    return f"{free:.1f} GiB free", advice if free < LEAST_SHARED_MEMORY_GIB else None
+
+
+def open_files() -> Seen:
+    """Look at the limit of open files."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = f"`ulimit -n {min(most, 65_536) if most > 0 else 65_536}` before the run allows more"
-    yield Finding("open files", f"{files:,}", advice if 0 < files < LEAST_OPEN_FILES else None)
+    return f"{files:,}", advice if 0 < files < LEAST_OPEN_FILES else None
+
+
+def disk(logs: Path) -> Seen:
+    """Look at the disk of the runs."""
     folder, free_bytes = free_space(logs)
-    problem = None
-    if free_bytes < LEAST_DISK_GIB * GIB:
-        problem = "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs"
+    seen = f"{free_bytes / GIB:.1f} GiB free"
     if not os.access(folder, os.W_OK):
-        problem = f"{folder} cannot be written; choose another --logs"
-    yield Finding("disk for --logs", f"{free_bytes / GIB:.1f} GiB free", problem)
+        return seen, f"{folder} cannot be written; choose another --logs"
+    few = free_bytes < LEAST_DISK_GIB * GIB
+    return (
+        seen,
+        "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs" if few else None,
+    )
