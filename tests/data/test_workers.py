@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import multiprocessing.queues
 import os
 import signal
 import subprocess
@@ -229,3 +230,17 @@ def test_an_iterator_that_is_left_early_prints_nothing(tmp_path, monkeypatch, wo
     del loader
     gc.collect()
     assert unraisable == []
+
+
+def test_a_worker_is_silent_about_a_caller_that_ended_while_it_took_a_batch(capsys, monkeypatch):
+    """After Ctrl-C a traceback of multiprocessing's resource_sharer followed the sentence, once in 40 kills."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    queue = multiprocessing.queues.Queue
+    monkeypatch.setattr(queue, "_on_queue_feeder_error", queue._on_queue_feeder_error)
+    workers_module._begin_worker(0, parent=None)
+    for error in (EOFError(), ConnectionResetError()):
+        sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == ""
+    sys.excepthook(ValueError, ValueError("a defect"), None)
+    assert "a defect" in capsys.readouterr().err

@@ -31,7 +31,8 @@ def digest_of_all(parts: Iterable[Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, bytes | bytearray | memoryview) or hasattr(part, "tobytes"):
-            content = memoryview(part if isinstance(part, bytes | bytearray) else part.tobytes())
+            plain = isinstance(part, bytes | bytearray | memoryview)
+            content = memoryview(part if plain else part.tobytes())
         else:
             content = memoryview(json.dumps(part, sort_keys=True).encode())
         digest.update(f"{len(content)} ".encode())

@@ -10,6 +10,7 @@ import logging
 import multiprocessing.queues
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,13 @@ def _begin_worker(_worker: int, *, parent: int | None) -> None:
         end_with_parent(signal.SIGKILL, parent)
     # By default the thread that hands over batches drops one that it cannot hand over, and the caller waits for it for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+    sys.excepthook = _unless_left  # of the thread that hands over the memory of a batch
+
+
+def _unless_left(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print the traceback of an error, but for that of a process that ended while it took a batch."""
+    if not issubclass(kind, EOFError | ConnectionError):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _end_worker(error: BaseException, _batch: object) -> None:

@@ -127,13 +127,14 @@ class FeatureStore:
     def take(self, rows: np.ndarray) -> Tensor:
         """Copy rows (b, F) by their ascending numbers (b,)."""
         ends = np.searchsorted(rows, self.begins)
-        numbers = np.flatnonzero(np.diff(ends))
-        wanted = (
-            torch.from_numpy(rows[ends[at] : ends[at + 1]] - self.begins[at]) for at in numbers
-        )
-        return torch.cat([self._rows(at)[part] for at, part in zip(numbers, wanted, strict=True)])
+        parts = [
+            # By numpy: torch starts its threads for each part.
+            self._rows(number).numpy()[rows[ends[number] : ends[number + 1]] - self.begins[number]]
+            for number in np.flatnonzero(np.diff(ends)).tolist()
+        ]
+        return torch.from_numpy(np.concatenate(parts))
 
 
 def _digest(rows: Tensor, ids: Tensor) -> str:
-    content = (tensor.contiguous().view(torch.uint8).numpy() for tensor in (rows, ids))
-    return digest_of(str(rows.dtype), list(rows.shape), *content)
+    flat = (tensor.contiguous().view(torch.uint8).reshape(-1) for tensor in (rows, ids))
+    return digest_of(str(rows.dtype), list(rows.shape), *(tensor.numpy().data for tensor in flat))
