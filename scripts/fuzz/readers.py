@@ -37,9 +37,9 @@ from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.model_file import register_model_file
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
+from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, encode_picture
 from open_clip_zerovl.prepare.pack.packing import pack
-from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
-from open_clip_zerovl.prepare.public.sets import largest_phrases
+from open_clip_zerovl.prepare.public import largest_phrases
 from open_clip_zerovl.prepare.settings import Work
 from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.report.run_page import write_run_page

@@ -141,7 +141,7 @@ def _public(name: str) -> Any:
 
         The same call continues where an earlier one stopped. docs/datasets.md has the pairs, disk and hours to expect.
         """
-        from open_clip_zerovl.prepare.public.sets import prepare_public
+        from open_clip_zerovl.prepare.public import prepare_public
 
         options = {**vars(dataset), "seed": seed, "limits": _whole(limits), "work": work}
         return Packed(_absolute(out), prepare_public(name, out, **options), "")

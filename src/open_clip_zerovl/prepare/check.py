@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.identity import sha256_of
-from open_clip_zerovl.prepare.public.manifest import read_manifest
+from open_clip_zerovl.prepare.pack.manifest import read_manifest
 from open_clip_zerovl.shards.headers import BrokenTar, Member, ReadAt, walk_tar
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, group, image_of
 from open_clip_zerovl.shards.pictures import BadPicture, decoded

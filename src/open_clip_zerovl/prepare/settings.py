@@ -12,7 +12,7 @@ from open_clip_zerovl.core.flags import flag, positive, redeclared, seed, share
 
 if TYPE_CHECKING:
     from open_clip_zerovl.data.columns import Wanted
-    from open_clip_zerovl.prepare.public.pictures import Encoding
+    from open_clip_zerovl.prepare.pack.encode import Encoding
 
 FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
 
@@ -172,7 +172,7 @@ class PackSettings:
     @property
     def encoding(self) -> Encoding:
         """Encoding of the pictures: their own bytes where these may stay."""
-        from open_clip_zerovl.prepare.public.pictures import Encoding
+        from open_clip_zerovl.prepare.pack.encode import Encoding
 
         return Encoding(
             shorter_side_px=self.shorter_side_px,

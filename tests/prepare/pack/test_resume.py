@@ -13,9 +13,9 @@ import pytest
 from open_clip_zerovl.core import claim as claim_module
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.pack import collect, packing, write
+from open_clip_zerovl.prepare.pack.gather import Gathering
+from open_clip_zerovl.prepare.pack.manifest import sole_writer
 from open_clip_zerovl.prepare.pack.packing import pack
-from open_clip_zerovl.prepare.public.gather import Gathering
-from open_clip_zerovl.prepare.public.manifest import sole_writer
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards import writing
 from support.hostile_server import hostile_server

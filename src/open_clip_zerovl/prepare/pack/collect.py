@@ -14,12 +14,11 @@ from pathlib import Path
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.columns import is_utf8, texts_of
+from open_clip_zerovl.prepare.pack.download import Downloader
+from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, Picture, encode_picture
+from open_clip_zerovl.prepare.pack.gather import Gathering, Spool
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, SourceNames
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
-from open_clip_zerovl.prepare.public.download import Downloader
-from open_clip_zerovl.prepare.public.gather import Gathering
-from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, Picture, encode_picture
-from open_clip_zerovl.prepare.public.spool import Spool
 from open_clip_zerovl.prepare.settings import Limits, Work
 
 PICTURES_A_SPOOL = 2_000

@@ -23,6 +23,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.identity import digest_of, file_digests
 from open_clip_zerovl.data.splits import SPLITS
+from open_clip_zerovl.prepare.pack import manifest
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
 from open_clip_zerovl.prepare.pack.inputs import fetched, named_input, open_input
@@ -31,7 +32,6 @@ from open_clip_zerovl.prepare.pack.rows import Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.pack.split import exclude, hold_out
 from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split
-from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.prepare.settings import Limits, PackSettings, Work
 
 PACK_FILE = "pack.json"

@@ -21,8 +21,8 @@ from open_clip_zerovl.data.columns import find, guess_captions
 from open_clip_zerovl.data.columns import listed as shown_names
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column, split_of_word
 from open_clip_zerovl.prepare.pack.classes import NAME_THEM, ClassTemplates
+from open_clip_zerovl.prepare.pack.encode import Failure
 from open_clip_zerovl.prepare.pack.rows import PairRow, Reader, read_file
-from open_clip_zerovl.prepare.public.pictures import Failure
 from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.members import (
     TEXT_EXTENSION,

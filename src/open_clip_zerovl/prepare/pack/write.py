@@ -23,8 +23,8 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.core.identity import digest_of_all
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
+from open_clip_zerovl.prepare.pack import manifest
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
-from open_clip_zerovl.prepare.public import manifest
 from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample
 from open_clip_zerovl.shards.writing import SHARD_COUNT, SIZES_FILE, mark_retrieval_set
 

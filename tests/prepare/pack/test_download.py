@@ -12,10 +12,10 @@ import pytest
 from PIL import Image, ImageFile
 
 from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.prepare.public import download
-from open_clip_zerovl.prepare.public.download import Downloader
-from open_clip_zerovl.prepare.public.pictures import Encoding, Failure, encode_picture
-from open_clip_zerovl.prepare.public.spool import Spool
+from open_clip_zerovl.prepare.pack import download
+from open_clip_zerovl.prepare.pack.download import Downloader
+from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, encode_picture
+from open_clip_zerovl.prepare.pack.gather import Spool
 from open_clip_zerovl.prepare.settings import Limits, Work
 from support.hostile_server import hostile_server, photo
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from open_clip_zerovl.prepare.public.pictures import Failure, Unannounced
+from open_clip_zerovl.prepare.pack.encode import Failure, Unannounced
 from open_clip_zerovl.prepare.settings import Limits
 from open_clip_zerovl.shards.urls import announces_end
 

@@ -1,1 +1,0 @@
-"""Public datasets: annotations and pictures of their makers to shards."""
