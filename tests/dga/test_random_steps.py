@@ -94,6 +94,7 @@ def cases(draw: Any, models: tuple[str, ...] = tuple(MODELS), ranks: int = 1) ->
         "autocast": in_fp32 and draw(st.booleans()),
         "training": draw(st.booleans()),
         "deferred": draw(st.booleans()),
+        "noisy": draw(st.booleans()),
         "loss_in_ddp": ranks > 1 and loss == "one that learns" and draw(st.booleans()),
         "steps": draw(st.integers(1, 2)),
         "scale": draw(st.sampled_from([1.0, 1.0, 2.0**10])),
@@ -117,6 +118,13 @@ def built(case: dict[str, Any], **ranks: int) -> tuple[torch.nn.Module, Any, dic
     half = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     extras["autocast"] = half if case["autocast"] else nullcontext
     return model.train(case["training"]), loss_for(model, LOSSES[case["loss"]](**ranks)), extras
+
+
+def noise(images: Any, texts: Any, *further: Any) -> tuple[Any, Any]:
+    """Prepare inputs with random numbers, as an augmentation on the device does."""
+    if isinstance(images, torch.Tensor) and images.is_floating_point():
+        images = images + torch.rand_like(images)
+    return images, texts
 
 
 def inputs_of(case: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
@@ -173,18 +181,19 @@ def steps_of(case: dict[str, Any], rank: int = 0, **options: Any) -> tuple[list[
         **{"check": "always", **extras, **options},
     )
     micro_batches, inputs = batches_of(case)[rank], inputs_of(case, case["sizes"][rank])
+    prepare = noise if case["noisy"] else None
     steps: list[Step] = []
     for number in range(case["steps"]):
         seed_all(case["seed"] + 10 * number + rank)
         if case["deferred"]:
-            total = step.loss(micro_batches, **inputs)
+            total = step.loss(micro_batches, prepare=prepare, **inputs)
             ended = random_state()
             torch.rand(3)  # numbers that a caller draws in between are not drawn again
             after = random_state()
             (case["scale"] * total).backward()
             assert random_state() == after
         else:
-            total = step.backward(micro_batches, **inputs)["loss"]
+            total = step.backward(micro_batches, prepare=prepare, **inputs)["loss"]
             ended = random_state()
         found = gradients(model) | gradients_of_loss(loss)
         unscaled = {name: gradient / case["scale"] for name, gradient in found.items()}
@@ -196,13 +205,16 @@ def one_graphs_of(case: dict[str, Any]) -> tuple[list[Step], Any]:
     """The same over the micro-batches of all ranks in one graph."""
     model, loss, extras = built(case)
     inputs, steps = inputs_of(case, all_sizes(case)), []
+    prepare = noise if case["noisy"] else None
     for number in range(case["steps"]):
         micro_batches, states = [], []
         for rank, of_rank in enumerate(batches_of(case)):
             seed_all(case["seed"] + 10 * number + rank)
             states += [torch.get_rng_state(), *[None] * (len(of_rank) - 1)]
             micro_batches += of_rank
-        value, found = one_graph(model, loss, micro_batches, rng_states=states, **extras, **inputs)
+        value, found = one_graph(
+            model, loss, micro_batches, rng_states=states, prepare=prepare, **extras, **inputs
+        )
         ended = random_state()
         found |= gradients_of_loss(loss)
         steps.append({"loss": value, "gradients": found, "ended": ended})
@@ -215,15 +227,16 @@ def buffers_of(case: dict[str, Any], model: torch.nn.Module) -> list[list[torch.
         return [list(model.buffers())]
     model, _, extras = built(case)
     of_ranks = [list(model.buffers())]
-    for _ in range(case["steps"]):
+    for number in range(case["steps"]):
         start = [buffer.clone() for buffer in of_ranks[0]]
         of_ranks = []
-        for of_rank in batches_of(case):
+        for rank, of_rank in enumerate(batches_of(case)):
+            seed_all(case["seed"] + 10 * number + rank)
             for buffer, value in zip(model.buffers(), start, strict=True):
                 buffer.copy_(value)
             with torch.no_grad(), extras["autocast"]():
                 for micro_batch in of_rank:
-                    model(*micro_batch)
+                    model(*(noise(*micro_batch) if case["noisy"] else micro_batch))
             of_ranks.append([buffer.clone() for buffer in model.buffers()])
     return of_ranks
 
@@ -269,7 +282,13 @@ CONTROL = {"check": "never", "replay_rng": False}
 # One rank keeps its only graph and the other replays: DDP's own collectives met in another order. Both models have buffers.
 UNLIKE = [
     {"model": model, "loss": "ours", "terms": "none", "sizes": sizes, "retain": 1, "frozen": None}
-    | {"dtype": torch.float64, "autocast": False, "training": True, "deferred": False}
+    | {
+        "dtype": torch.float64,
+        "autocast": False,
+        "training": True,
+        "deferred": False,
+        "noisy": False,
+    }
     | {"loss_in_ddp": False, "steps": 2, "scale": 1.0, "seed": 0}
     for model in ("shared projection", "two images")
     for sizes in ([[2], [2, 2, 3]], [[3, 2], [2]])

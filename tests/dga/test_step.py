@@ -55,23 +55,6 @@ def test_gradients_are_added_to_what_is_there():
     )  # 1 + small - 1 loses digits
 
 
-@pytest.mark.parametrize("frozen", [None, "text", "visual"])
-def test_random_numbers_of_prepare_are_repeated(frozen):
-    model, micro_batches = bert_clip(), batches([3, 2, 2])
-    if frozen:
-        getattr(model, frozen).requires_grad_(False)
-
-    def noise(images, texts):
-        return images + torch.rand_like(images), texts
-
-    _, wanted = reference(model, ClipLoss(), micro_batches, prepare=noise)
-    for retain in (0, 1):
-        _, found = accumulated(
-            model, ContrastiveLoss(), micro_batches, prepare=noise, retain=retain, check="always"
-        )
-        assert error(found, wanted) <= EXACT
-
-
 def test_what_follows_the_two_inputs_is_for_prepare():
     """The third part reaches `prepare` in both passes as it was given; without `prepare` it is refused."""
     model, micro_batches = bert_clip(), batches([3, 2])

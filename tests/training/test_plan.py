@@ -66,7 +66,10 @@ def test_what_is_missing_is_a_sentence(run, tmp_path, capfd):
     for path in (tmp_path / "a").glob("*.tar"):
         path.unlink()
     assert main([*run, "--plan"]) == 2
-    assert "a contains no pictures, table, parquet files or tars" in capfd.readouterr().err and not (tmp_path / "none").exists()
+    assert (
+        "a contains no pictures, table, parquet files or tars" in capfd.readouterr().err
+        and not (tmp_path / "none").exists()
+    )
 
 
 def test_the_command_is_a_training_with_the_flag(monkeypatch):
