@@ -121,7 +121,7 @@ class Pairing:
         return self.outcome.metrics["rsum"]
 
     def measure(self) -> Measure:
-        """The RSUM as a measure over held-out pictures, with which their captions are drawn."""
+        """Take the RSUM as a measure over held-out pictures, with which their captions are drawn."""
         held, ranks = self.task.pairs.held_out, self.outcome.ranks
         units = (torch.arange(len(held.images)), torch.from_numpy(held.text_to_image))
         hits = [hit_probabilities(ranks[way], RECALL_KS).sum(dim=0) for way in DIRECTIONS]
@@ -141,7 +141,7 @@ class Pairing:
         return row if self.top1 is None else {**row, "top-1": f"{100 * self.top1:.1f}"}
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Describe the pairing as JSON."""
         named = {
             "image": self.image.name,
             "text": self.text.name,
@@ -163,7 +163,7 @@ class Pairing:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Each name without the folders with which all begin and end; whole names where this leaves nothing of one."""
+    """Shorten names by the folders with which all begin and end, unless this leaves nothing of one."""
     parts = [name.split("/") for name in names]
     begin, end = (
         sum(
@@ -253,7 +253,7 @@ class Alignment:
         self.seen: Identities | None = None  # pictures on which the encoders were trained
 
     def run(self) -> list[Pairing]:
-        """See `run_align`."""
+        """Run the alignment (see `run_align`)."""
         request = self.request
         self._announce()
         for tower in (*self.images, *self.texts):
@@ -342,7 +342,7 @@ class Alignment:
         tower.module.cpu()
 
     def _tasks(self) -> Callable[[Tower, Tower], Task]:
-        """The pairs, as a task of any two towers."""
+        """Make the pairs, and from them a task of any two towers."""
         request, stores = self.request, self.stores
         picture_ids = shared_ids([stores[id(tower)] for tower in self.images])
         caption_ids = shared_ids([stores[id(tower)] for tower in self.texts])
@@ -390,7 +390,7 @@ class Alignment:
         return task
 
     def _train(self, image: Tower, text: Tower, task: Task) -> Pairing:
-        """The heads of one pairing, for each seed; the best seed's result."""
+        """Train the heads of one pairing for each seed, and take the best seed's result."""
         request = self.request
         weights = Heads((image.width, text.width), request.embed_dim).weights
         batch = request.batch_size or default_batch(

@@ -82,7 +82,7 @@ class Tower:
     files: TemporaryDirectory[str] | None = None
 
     def frozen(self, device: torch.device) -> FrozenModel:
-        """The tower on its device, for `features.embed`."""
+        """Move the tower to its device, for `features.embed`."""
         module = self.module.eval().to(device).requires_grad_(False)
         given: dict[str, Any] = {
             "device": device,
@@ -113,7 +113,7 @@ class Tower:
         return FrozenModel(self.name, **given, fingerprints={self.side: digest})
 
     def words(self) -> str:
-        """The tower in a line."""
+        """Describe the tower in a line."""
         line = f"{self.name}: features of width {self.width}"
         if self.side == "image":
             return f"{line}, pictures of {' x '.join(map(str, self.size))} px"
@@ -129,7 +129,7 @@ class Tower:
 
 
 def size_of(preprocess_cfg: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width in open_clip's preprocess_cfg."""
+    """Read height and width from open_clip's preprocess_cfg."""
     size = preprocess_cfg["size"]
     return (size, size) if isinstance(size, int) else tuple(size)
 
@@ -142,7 +142,7 @@ def open_tower(
     context_length: int | None = None,
     load: Callable[[str], Any] = load_model,
 ) -> Tower:
-    """The tower of an encoder.
+    """Open the tower of an encoder.
 
     Args:
         name: see the module's text.
@@ -438,7 +438,7 @@ def _text_tower(name: str, text: Any, cfg: dict[str, Any], **more: Any) -> Tower
 
 
 def _of_open_clip(name: str, side: str, load: Callable[[str], Any]) -> Tower:
-    """A tower of an open_clip model."""
+    """Open a tower of an open_clip model."""
     model, _, _ = load(name)
     spec = spec_of(name)
     quick = bool(spec.model_cfg.get("quick_gelu"))

@@ -63,7 +63,7 @@ def export_aligned(
     metrics: Mapping[str, float],
     params: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the model in open_clip's form; with a vision model of transformers, as its dual encoder.
+    """Write the model in open_clip's form, or with a vision model of transformers as its dual encoder.
 
     Args:
         scales: by which image and text features were multiplied (`rows.Features`).
@@ -117,7 +117,7 @@ def export_aligned(
 
 
 def _in_memory(image: Tower, text: Tower, heads: Heads, scales: tuple[float, float]) -> Any:
-    """Towers and linear heads as a model of open_clip; the towers' weights are shared."""
+    """Join towers and linear heads to a model of open_clip that shares the towers' weights."""
     model: Any = CustomTextCLIP(heads.embed_dim, SMALL_IMAGE, SMALL_TEXT)
     heads = copy.deepcopy(heads).cpu()
     for part, tower, head, scale in (

@@ -52,7 +52,7 @@ class Heads(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(START_SCALE))
 
     def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Features (b, F) each -> embeddings of unit length (b, D) each."""
+        """Project features (b, F) each to embeddings of unit length (b, D) each."""
         return _Unit.apply(self.image(images)), _Unit.apply(self.text(texts))
 
     @property
@@ -62,7 +62,7 @@ class Heads(nn.Module):
 
 
 def placed(tower: Tower, weight: Tensor) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """A head (D, F) as entries of open_clip's config of a tower, and as tensors under open_clip's names."""
+    """Write a head (D, F) as entries of open_clip's config of a tower, and as tensors under open_clip's names."""
     if tower.kind == "timm":
         config = {"timm_proj": "linear", "timm_proj_bias": False}
         return config, {"visual.head.proj.weight": weight}

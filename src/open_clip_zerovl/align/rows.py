@@ -46,12 +46,12 @@ CAPTIONS = "one-per-epoch"
 
 
 def caption_identity(caption: str) -> int:
-    """A hash of 64 bits that is not 0."""
+    """Hash a caption to 64 bits that are not 0."""
     return number_of(digest_of(caption))
 
 
 def picture_identity(picture: Image.Image) -> int:
-    """A hash of a picture's pixels."""
+    """Hash a picture's pixels."""
     return identity_of(picture.convert("RGB"))
 
 
@@ -84,7 +84,7 @@ class Sources:
 
 
 def open_sources(train_data: str, held_out: str) -> Sources:
-    """The sources that are trained on, and those of held-out sets.
+    """Open the sources that are trained on, and those of held-out sets.
 
     Args:
         held_out: sets as `parse_retrieval_data` takes them, of shards.
@@ -164,7 +164,7 @@ def embed_tower(
 
 
 def size_words(count: int) -> str:
-    """Bytes in words: "3.5 GiB"."""
+    """Write bytes in words: "3.5 GiB"."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
@@ -188,7 +188,7 @@ class HeldOut:
     text_to_image: np.ndarray
 
     def part(self, wanted: np.ndarray) -> HeldOut:
-        """Some of the pictures, by a mask (I,)."""
+        """Take some of the pictures, by a mask (I,)."""
         captions = wanted[self.text_to_image]
         number = np.cumsum(wanted) - 1
         return HeldOut(
@@ -221,7 +221,7 @@ class Pairs:
     copies: int
 
     def words(self) -> str:
-        """The numbers of samples, held-out pairs, and samples that are left out."""
+        """Count samples, held-out pairs, and samples that are left out, in a line."""
         held = self.held_out
         line = f"{len(self.images):,} samples; held out {len(held.images):,} pictures with {len(held.texts):,} captions"
         for count, why in (
@@ -241,7 +241,7 @@ def make_pairs(
     share: float = 0.1,
     trained_on: Identities | None = None,
 ) -> Pairs:
-    """The pairs of some sources; given sets, or a share of the pictures, are held out.
+    """Make the pairs of some sources, with given sets, or a share of the pictures, held out.
 
     Args:
         picture_ids, caption_ids: (n,) and (T,), 0 where there is none.
@@ -290,7 +290,7 @@ def make_pairs(
 
 
 def unit_scale(store: FeatureStore, wanted: np.ndarray) -> float:
-    """1 / the root of the mean square of some wanted rows' entries.
+    """Compute 1 / the root of the mean square of some wanted rows' entries.
 
     Features of any size thus train with one learning rate; the exported head takes the factor into its first layer.
     """
@@ -299,7 +299,7 @@ def unit_scale(store: FeatureStore, wanted: np.ndarray) -> float:
 
 
 def shared_ids(stores: Sequence[FeatureStore]) -> np.ndarray:
-    """Identity of each picture, or each caption, 0 where a tower has not seen it."""
+    """Identify each picture, or each caption, with 0 where a tower has not seen it."""
     seen = np.logical_and.reduce([store.ids != 0 for store in stores])
     return np.where(seen, stores[0].ids, 0)
 
@@ -323,7 +323,7 @@ class Features:
         self._held = None if self.mapped else torch.cat(list(store.blocks())).to(device)
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """The rows of an index (b,) on the device: (b, F)."""
+        """Read the rows of an index (b,) to the device: (b, F)."""
         if self._held is not None:
             return self._held.index_select(0, index).float().mul_(self.scale)
         # Each file is read in one direction.
@@ -345,10 +345,10 @@ def epoch_order(
     epoch: int,
     names: Sequence[str] | None = None,
 ) -> np.ndarray:
-    """Draw the samples of an epoch's T steps of N pairs, (T, N) numbers among all m; each step mixes the sources.
+    """Draw the samples of an epoch's T steps of N pairs, (T, N) numbers among all m.
 
-    A source's samples are an endless cycle, of which an epoch takes the next stretch, in an order of its own: each sample at
-    most once an epoch.
+    Each step mixes the sources. A source's samples are an endless cycle, of which an epoch takes the next stretch, in an order
+    of its own: each sample at most once an epoch.
 
     Args:
         sizes: (S,) samples of each source, which lie one source after another.

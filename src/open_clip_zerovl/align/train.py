@@ -97,7 +97,7 @@ def default_batch(device: torch.device, head_weights: int, embed_dim: int, sampl
 
 
 def default_epochs(samples: int, batch_size: int) -> int:
-    """As many as make STEPS steps, within EPOCHS."""
+    """Choose as many epochs as make STEPS steps, within EPOCHS."""
     return min(EPOCHS[1], max(EPOCHS[0], math.ceil(STEPS / max(1, samples // batch_size))))
 
 
@@ -113,7 +113,7 @@ def chunk_rows(batch_size: int, device: torch.device) -> int | None:
 
 
 def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
-    """The exact loss of a recipe's batches, with this many rows of the logits at once."""
+    """Make the exact loss of a recipe's batches, with this many rows of the logits at once."""
     return ContrastiveLoss(
         chunk_size=chunk,
         positives=recipe.positives or "pair",
@@ -126,14 +126,14 @@ def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
 
 
 def make_optimizer(heads: Heads, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW; only matrices decay."""
+    """Make AdamW, by which only matrices decay."""
     return torch.optim.AdamW(
         parameter_groups(heads, recipe.wd), lr=recipe.lr, betas=(0.9, 0.98), fused=True
     )
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
-    """A linear rise, then a cosine to 0 at the last of all steps."""
+    """Compute a linear rise, then a cosine to 0 at the last of all steps."""
     return warmup_cosine(step, steps, recipe.lr, max(1, round(recipe.warmup_share * steps)))
 
 
@@ -143,7 +143,7 @@ def backward(
     rows: Sequence[Tensor],
     ids: Mapping[str, Tensor],
 ) -> Tensor:
-    """The loss of N pairs, whose gradient is added to the heads'; the value without graph.
+    """Compute the loss of N pairs without graph, and add its gradient to the heads'.
 
     Args:
         rows: features of the pictures and of the texts, (N, F) each.
@@ -162,7 +162,7 @@ def take_step(
     rows: Sequence[Tensor],
     ids: Mapping[str, Tensor],
 ) -> Tensor:
-    """One step of the optimizer; arguments as for `backward`. Nothing of it waits for a GPU."""
+    """Take one step of the optimizer, no part of which waits for a GPU (arguments as for `backward`)."""
     optimizer.zero_grad(set_to_none=True)
     value = backward(heads, loss, rows, ids)
     optimizer_step(heads, optimizer)
@@ -248,7 +248,7 @@ def _epoch(
     loss: ContrastiveLoss,
     epoch: int,
 ) -> tuple[Tensor, int]:
-    """The steps of an epoch: the sum of their losses, and their number."""
+    """Take the steps of an epoch, and return the sum of their losses and their number."""
     pairs, device = task.pairs, task.device
     order = epoch_order(
         pairs.sizes,
@@ -279,14 +279,14 @@ def _epoch(
 
 
 def metrics_of(heads: Heads, task: Task, held: HeldOut) -> dict[str, float]:
-    """Recalls of some held-out pictures among themselves, with their number as `images`."""
+    """Compute recalls of some held-out pictures among themselves, with their number as `images`."""
     ranks = retrieval_ranks(*held_out_embeddings(heads, task, held))
     return {"images": len(held.images), **recalls(ranks)}
 
 
 @torch.no_grad()
 def caption_accuracy(heads: Heads, task: Task) -> float:
-    """Share of the held-out pictures whose best caption, among all different ones of the data, is one of their own."""
+    """Compute the share of the held-out pictures whose best caption of all different ones is one of their own."""
     held = task.pairs.held_out
     rows = np.concatenate([task.pairs.texts, held.texts])
     different, first = np.unique(task.caption_ids[rows], return_index=True)
@@ -301,7 +301,7 @@ def caption_accuracy(heads: Heads, task: Task) -> float:
 
 
 def _embedded(head: Any, features: Features, rows: np.ndarray, device: torch.device) -> Tensor:
-    """Rows through a head, of unit length."""
+    """Send rows through a head, to unit length."""
     parts = torch.from_numpy(rows).to(device).split(_ENCODED_AT_ONCE)
     return torch.cat(
         [torch.nn.functional.normalize(head(features[part]), dim=-1) for part in parts]

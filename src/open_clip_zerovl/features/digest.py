@@ -25,7 +25,7 @@ _NOT_OF_OUTPUTS = {
 
 
 def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = "fp32") -> str:
-    """A digest of everything on which a tower's features of an input depend.
+    """Digest everything on which a tower's features of an input depend.
 
     Args:
         model: with its weights loaded. Its image tower is `visual` with all below it; everything else is the text tower.
@@ -47,7 +47,7 @@ def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = 
 
 
 def module_digest(module: nn.Module, *, inputs: Any, precision: str = "fp32") -> str:
-    """`tower_digest` of a module that is a whole tower."""
+    """Digest a module that is a whole tower, as `tower_digest`."""
     return _digest(
         _tensors(module),
         [
@@ -59,12 +59,12 @@ def module_digest(module: nn.Module, *, inputs: Any, precision: str = "fp32") ->
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights and buffers, also those that no checkpoint holds (the frequencies of rotary positions)."""
+    """Collect weights and buffers, also those that no checkpoint holds (the frequencies of rotary positions)."""
     return {**dict(module.named_buffers()), **module.state_dict()}
 
 
 def _settings(module: nn.Module) -> list[Any]:
-    """A layer without its children: its class and its settings, which tensors do not show (activation, number of heads)."""
+    """Describe a layer without its children: class, and settings that tensors do not show (activation, number of heads)."""
     plain = bool | int | float | str
     settings = {
         name: value
@@ -90,12 +90,12 @@ def _digest(tensors: dict[str, torch.Tensor], facts: Any) -> str:
 
 
 def plain_repr(thing: Any) -> str:
-    """The repr of a transform or module without the memory addresses of objects, which differ in each process."""
+    """Write a transform or module without the memory addresses of objects, which differ in each process."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
 
 
 def _described(inputs: Any) -> list[Any]:
-    """A tokenizer's or transform's settings as JSON."""
+    """Describe a tokenizer or transform as JSON."""
     inner = getattr(inputs, "tokenizer", None)
     if inner is None:
         return [type(inputs).__name__, getattr(inputs, "context_length", None), plain_repr(inputs)]
@@ -116,7 +116,7 @@ def _described(inputs: Any) -> list[Any]:
 
 
 def _without_lengths(backend: Any) -> str:
-    """A tokenizer's content as JSON, without the truncation and padding that its last call has left in it."""
+    """Write a tokenizer's content as JSON, without the truncation and padding that its last call has left in it."""
     copy = Tokenizer.from_str(backend.to_str())
     copy.no_truncation()
     copy.no_padding()

@@ -257,7 +257,7 @@ def picture_features(
     name: str = "features",
     progress: bool = True,
 ) -> Tensor:
-    """Return the features (N, F) of a set's pictures on the CPU; made once and stored below `folder`.
+    """Make, or read, the features (N, F) of a set's pictures, on the CPU.
 
     Args:
         folder: of any sets and models; None stores nothing.

@@ -87,7 +87,7 @@ class FrozenModel:
     def of(
         cls, name: str, loaded: tuple[Any, Callable[..., Tensor], Any, torch.device], **more: Any
     ) -> FrozenModel:
-        """A loaded model, as `Encoder.load` gives it: network, evaluation transform, tokenizer, device; `more`: attributes."""
+        """Wrap a loaded model, as `Encoder.load` gives it (network, evaluation transform, tokenizer, device)."""
         network, preprocess, tokenizer, device = loaded
         return cls(
             name,
@@ -106,7 +106,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def images(self, pixels: Tensor) -> Tensor:
-        """Pictures of `picture_transform` (b, 3, S, S) -> (b, D), fp32 on the device."""
+        """Encode pictures of `picture_transform` (b, 3, S, S) -> (b, D), fp32 on the device."""
         at_once = CPU_PICTURES if self.device.type == "cpu" else len(pixels)
         return torch.cat([self._images(part) for part in pixels.split(max(1, at_once))])
 
@@ -119,7 +119,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def texts(self, captions: list[str]) -> Tensor:
-        """Captions -> (b, D), fp32 on the device."""
+        """Encode captions -> (b, D), fp32 on the device."""
         assert self.tokenizer is not None and self.text_tower is not None
         tokens = self.tokenizer(captions)
         if self.text_padding is not None:
@@ -149,14 +149,14 @@ def padding_of(network: Any) -> int | None:
 
 
 def autocast(device: torch.device, amp: bool) -> Callable[[], AbstractContextManager[Any]]:
-    """The context of a forward pass in bf16, or of one as it is."""
+    """Make the context of a forward pass in bf16, or of one as it is."""
     return partial(torch.autocast, device.type, torch.bfloat16) if amp else nullcontext
 
 
 def split_transform(
     preprocess: Callable[[Any], Tensor],
 ) -> tuple[Callable[[Any], Tensor], tuple[float, ...], tuple[float, ...]]:
-    """`split_normalize` of a transform; one that cannot be split stays whole, and its pictures travel as floats."""
+    """Split a transform by `split_normalize`, where it can be split (pictures of another travel as floats)."""
     try:
         return split_normalize(preprocess)
     except UserError:

@@ -49,7 +49,7 @@ class FeatureStore:
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the parts to do; of several with one content the first."""
+        """List the parts to do, of several with one content the first."""
         first: dict[str, int] = {}
         for number, content in enumerate(self.contents):
             first.setdefault(content, number)
@@ -74,7 +74,7 @@ class FeatureStore:
 
     @property
     def digest(self) -> str:
-        """A digest of model and contents."""
+        """Digest model and contents."""
         return digest_of(self.folder and self.folder.name, list(self.contents))[:16]
 
     def _file(self, number: int) -> Path:
@@ -111,7 +111,7 @@ class FeatureStore:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all rows."""
+        """Count the bytes of all rows."""
         return int(self.begins[-1]) * self.width * self._rows(0).element_size()
 
     @cached_property

@@ -227,7 +227,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _name_of(path: Path | str) -> str:
-    """A source's name from its path; characters that a name cannot have are dashes."""
+    """Make a source's name from its path, with dashes for characters that a name cannot have."""
     last = re.sub(r"\{.*", "", str(path)).rstrip("/").rpartition("/")[2] or "pairs"
     return re.sub(r"[^\w.-]+", "-", Path(last).stem).lstrip("-._") or "pairs"
 

@@ -161,12 +161,12 @@ def _prepare(request: FinetuneRequest, arguments: pairs.DataArguments, say: Say)
 
 
 def _before(request: FinetuneRequest, say: Say) -> str:
-    """The model to start from as `local-dir:FOLDER`."""
+    """Return the model to start from as `local-dir:FOLDER`."""
     return starting_folder(request.start, request.out / "before", say)
 
 
 def starting_folder(start: Encoder, out: Path, say: Say) -> str:
-    """Return a model as `local-dir:FOLDER`; checkpoints and tags are exported to `out` first."""
+    """Return a model as `local-dir:FOLDER`, exported to `out` first where it is a checkpoint or a tag."""
     folder = Path(start.model.removeprefix(LOCAL_DIR)).expanduser()
     if (folder / CONFIG_FILE).is_file():
         return LOCAL_DIR + str(folder.absolute())
@@ -188,7 +188,7 @@ def starting_folder(start: Encoder, out: Path, say: Say) -> str:
 
 
 def _settings(request: FinetuneRequest, prepared: Prepared) -> tuple[list[Setting], int]:
-    """The settings of the run and its ranks, from an earlier call or chosen now."""
+    """Read the settings of the run and its ranks from an earlier call, or choose them now."""
     file = request.out / SETTINGS
     stored = read_claim(file)
     if stored is not None:
@@ -222,7 +222,7 @@ def _facts(request: FinetuneRequest, prepared: Prepared) -> Facts:
 
 
 def _tokenizer(before: str) -> tuple[Any, int]:
-    """The tokenizer of an exported folder and the length of its contexts."""
+    """Open the tokenizer of an exported folder, with the length of its contexts."""
     import open_clip
 
     tokenizer = open_clip.get_tokenizer(before)
@@ -252,7 +252,7 @@ def _halved(request: FinetuneRequest, settings: Sequence[Setting], say: Say) -> 
 
 
 def _fixed_flags(request: FinetuneRequest, prepared: Prepared) -> Settings:
-    """The flags that follow from the request, whatever the amount of data."""
+    """List the flags that follow from the request, whatever the amount of data."""
     return {
         "model": prepared.before,
         "train-data": prepared.train_data,

@@ -57,7 +57,7 @@ def write_outcome(
     checkpoint: Path,
     say: Say,
 ) -> None:
-    """Choose the weights between before and a trained epoch; write model, gallery, report, `finetune.json`; print the table."""
+    """Choose the weights between before and a trained epoch, and write model, gallery, report and `finetune.json`."""
     out = request.out
     scorer = Encoder(
         prepared.before,
@@ -132,7 +132,7 @@ def zero_shot_accuracies(
 
 
 def zero_shot_sentences(accuracies: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """A sentence on each labelled set, for the table and the report."""
+    """Say the accuracies on each labelled set, for the table and the report."""
     sentences = []
     for name, by_label in accuracies.items():
         before = by_label["before"]
@@ -169,7 +169,7 @@ def _verdict(name: str, measure: str, estimate: Estimate) -> str:
 
 
 def _reading_notes(curve: Curve) -> list[str]:
-    """Sentences that help to read the numbers."""
+    """Say what helps to read the numbers."""
     notes = [
         "Pictures pass the checkpoint's own transform; of several captions of a picture the first five count.",
         "The epoch and the point were chosen on the new sets, so that their numbers are a little better than on other data.",
@@ -182,7 +182,7 @@ def _reading_notes(curve: Curve) -> list[str]:
 
 
 def before_after(curve: Curve, notes: Sequence[str]) -> str:
-    """A table for each set, then the curve and the notes, as text."""
+    """Write a table for each set, then the curve and the notes, as text."""
     parts = []
     for name in (*curve.new, *curve.kept):
         row = curve.points[0].metrics[name]
@@ -198,7 +198,7 @@ def before_after(curve: Curve, notes: Sequence[str]) -> str:
 
 
 def next_command(model: Path, new: str, kept_sets: str | None) -> str:
-    """Commands that load and score the chosen model."""
+    """Write the commands that load and score the chosen model."""
     data = shlex.quote("::".join(filter(None, (new, kept_sets))))
     lines = [
         f"\nLoad it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",

@@ -84,7 +84,7 @@ class Setting:
 
 
 def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
-    """All settings except the split of the batch (`split_batch`).
+    """Choose all settings except the split of the batch (`split_batch`).
 
     Args:
         given: flags that replace the choice; those that are not chosen here follow at the end.
@@ -207,7 +207,7 @@ def check_batch(batch: int, samples: int) -> None:
 
 
 def as_flags(settings: Sequence[Setting]) -> Settings:
-    """The training flags of settings."""
+    """Take the training flags of settings."""
     return {
         setting.flag: setting.value for setting in settings if setting.flag != "effective-batch"
     }
@@ -314,5 +314,5 @@ def _rate(value: str | float) -> float:
 
 
 def _power_of_two(value: float) -> int:
-    """The largest power of two that is not above the value, at least 1."""
+    """Find the largest power of two that is not above the value, at least 1."""
     return 1 << max(0, int(value).bit_length() - 1)

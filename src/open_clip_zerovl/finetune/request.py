@@ -85,7 +85,7 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
     def arguments(
         self, earlier: Mapping[str, Any] | None = None, say: Say = lambda line: None
     ) -> DataArguments:
-        """Gather all data arguments; their sources and sets have the names of an earlier call's request."""
+        """Gather all data arguments, with the names of sources and sets of an earlier call's request."""
         return DataArguments.of(
             self.data,
             self.retrieval_data,

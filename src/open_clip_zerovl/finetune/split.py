@@ -163,7 +163,7 @@ def _excluded(scored: Identities, out: Path, begun: bool) -> Identities:
 
 
 def _rest_of(data: str, left_out: Mapping[str, np.ndarray], out: Path, say: Say) -> str:
-    """Write the shards of sources that lose samples anew; components that lose none stay as they are."""
+    """Write the shards of sources that lose samples anew, and leave components that lose none as they are."""
     components = []
     for component in data.split("::"):
         sources = open_sources(component)
@@ -272,7 +272,7 @@ def _contents(source: Source) -> Iterator[bytes | None]:
 
 
 def _decoded(contents: Iterator[bytes | None], count: int, name: str, say: Say) -> Identities:
-    """(n,) the identities of encoded pictures."""
+    """Identify encoded pictures: (n,)."""
 
     def identity(content: bytes | None) -> int:
         try:
@@ -353,7 +353,7 @@ def _copy_classes(sources: Sequence[Source], folder: Path) -> None:
 
 
 def _suffix(picture: bytes) -> str:
-    """The suffix of a picture's format, by its first bytes."""
+    """Find the suffix of a picture's format, by its first bytes."""
     if picture.startswith(b"\x89PNG"):
         return "png"
     return "webp" if picture[:4] == b"RIFF" and picture[8:12] == b"WEBP" else "jpg"

@@ -83,11 +83,11 @@ class Training:
         return epoch, saved[epoch]
 
     def is_over(self) -> bool:
-        """True if the last epoch is saved, or the score has not risen for `patience` epochs."""
+        """Return whether the last epoch is saved, or the score has not risen for `patience` epochs."""
         return self.epochs in self.saved() or self.gave_up()
 
     def gave_up(self) -> bool:
-        """True if the score has not risen for `patience` epochs."""
+        """Return whether the last `patience` epochs brought no better score."""
         return gave_up(self.scores(), self.patience)
 
     def prune(self) -> None:
@@ -99,7 +99,7 @@ class Training:
 
 
 def gave_up(scores: Mapping[int, float], patience: int) -> bool:
-    """True if the last `patience` of the epochs brought no better score."""
+    """Return whether the last `patience` epochs brought no better score."""
     if not patience or not scores:
         return False
     best = max(scores, key=lambda epoch: (scores[epoch], -epoch))

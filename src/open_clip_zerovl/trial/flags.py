@@ -24,7 +24,7 @@ Arms = Sequence[str] | Mapping[str, Mapping[str, str]]
 
 
 def arms(text: str) -> Arms:
-    """`plain,dga` as names; `FILE.json` as arm -> training flags. The others are compared with the first arm."""
+    """Read `plain,dga` as names, or `FILE.json` as arm -> training flags (the others are compared with the first arm)."""
     if text.endswith(".json"):
         arms: Arms = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
         if not isinstance(arms, dict) or len(arms) < 2:
@@ -42,7 +42,7 @@ def arms(text: str) -> Arms:
 
 
 def rates(text: str) -> tuple[float, ...]:
-    """`1e-4,3e-4` as ascending learning rates."""
+    """Read `1e-4,3e-4` as ascending learning rates."""
     return tuple(sorted({float(word) for word in text.split(",")}))
 
 

@@ -108,7 +108,7 @@ class Row:
 
 
 def is_above_chance(runs: Sequence[Record], measure: str) -> bool:
-    """True if most runs are above chance, or it is not known."""
+    """Return whether most runs are above chance, or it is not known."""
     above = [run.get("above_chance", {}).get(measure, True) for run in runs]
     return 2 * sum(above) > len(above)
 
@@ -208,11 +208,11 @@ class TrialResult:
         return f"The arms did not take the same time: {slow} took {100 * (more - 1):.0f} % more than {fast}."
 
     def runs(self, arm: str) -> list[Record]:
-        """The records of an arm."""
+        """List the records of an arm."""
         return [run for run in self.records if run["arm"] == arm]
 
     def mean_of(self, arm: str, key: str) -> float:
-        """Mean over the seeds of an entry or a measure."""
+        """Compute the mean over the seeds of an entry or a measure."""
         return fmean(run["scores"].get(key, run.get(key)) for run in self.runs(arm))
 
     @property
@@ -227,7 +227,7 @@ class TrialResult:
         return {"chance": "chance", **classes, START: "scores"}
 
     def means(self) -> list[list[str]]:
-        """A column an arm: learning rate, samples and seconds of a run, and each measure; chance and the start model before."""
+        """Fill a column an arm (rate, samples and seconds of a run, each measure) after those of chance and the start model."""
         rates = [f"{self.runs(arm)[0]['rate']:g}" for arm in self.arms]
         counts = {
             key: [f"{self.mean_of(arm, key):,.0f}" for arm in self.arms]
@@ -246,7 +246,7 @@ class TrialResult:
         return rows
 
     def differences(self) -> list[list[str]]:
-        """Cells below `Row.HEADER` for each measure and arm; only those of the first measure have a verdict."""
+        """Fill the cells below `Row.HEADER` for each measure and arm, with a verdict for the first measure alone."""
         if not self.learned:
             return []
         first = [row.cells for row in self.deciding]

@@ -131,7 +131,7 @@ class Request(TrialFlags):
     def arguments(
         self, earlier: Mapping[str, Any] | None = None, say: Say = lambda line: None
     ) -> DataArguments:
-        """Gather all data arguments; their sources and sets have the names of an earlier call's request."""
+        """Gather all data arguments, with the names of sources and sets of an earlier call's request."""
         return DataArguments.of(
             self.data,
             self.retrieval_data,
@@ -194,7 +194,7 @@ class Score(NamedTuple):
 
 
 def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> tuple[float, bool]:
-    """The learning rate with the highest score, and whether it is the lowest or highest of several that were tried.
+    """Find the learning rate with the highest score, and whether it is the lowest or highest of several that were tried.
 
     While it is, one more beyond it is tried, `FURTHER_RATES` times at most.
     """
@@ -211,7 +211,7 @@ def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> tuple[
 
 
 def run_trial(request: Request, say: Say) -> TrialResult:
-    """Train and score all arms, or those runs that an earlier call has left; write the page and print the table.
+    """Train and score all arms, or those runs that an earlier call has left, write the page and print the table.
 
     Args:
         say: is called with a line about each stage.
@@ -310,7 +310,7 @@ def _unseen(pictures: np.ndarray | None, seen: np.ndarray | None) -> int:
 
 
 def _halves(scored: ScoredSet, folder: Path) -> tuple[ScoredSet, ScoredSet]:
-    """Split a set at the median of its pictures' identities, which are hashes; both halves hold whole pictures."""
+    """Split a set at the median of its pictures' identities, which are hashes, so that both halves hold whole pictures."""
     images = scored.images if isinstance(scored, LabelledSet) else scored
     identities = set_identities(images, folder)
     upper = identities > np.median(identities)
@@ -385,7 +385,7 @@ class Trial:
         return self.request.micro_batch * self.ranks * int(self.flags_of[arm].get("dga-steps") or 1)
 
     def run(self) -> TrialResult:
-        """Run pilots and runs; write table and page."""
+        """Run pilots and runs, write table and page."""
         out, seeds = self.request.out, range(self.request.seeds)
         for arm, samples in self.samples.items():
             self.say(f"{arm}: {samples:,} samples a run")
@@ -426,7 +426,7 @@ class Trial:
         return result
 
     def _facts(self) -> list[list[str]]:
-        """Rows of what all arms share."""
+        """List what all arms share."""
         asked = self.request
         start = asked.start.model if asked.encoders is None else " and ".join(asked.encoders)
         sources = ", ".join(f"{name} ({size:,})" for name, size in self.inputs.sizes.items())
@@ -438,7 +438,7 @@ class Trial:
         return [[name, value] for name, value in shared.items() if value]
 
     def _arms_table(self) -> list[list[str]]:
-        """Rows of the arms: what each is, and its training flags."""
+        """List the arms: what each is, and its training flags."""
         words = {} if isinstance(self.request.arms, Mapping) else ARMS
         return [
             [arm, words.get(arm, ""), shlex.join(as_arguments(flags))]
@@ -537,7 +537,7 @@ class Trial:
     # ---------------------------------------------------------------------------------------------
 
     def _best_rate(self, arm: str) -> float:
-        """Find the learning rate with the best pilot; one rate alone needs none.
+        """Find the learning rate with the best pilot, which one rate alone does not need.
 
         Raises:
             UserError: no pilot could be trained.
@@ -721,7 +721,7 @@ class Trial:
         }
 
     def _winners_command(self, arm: str, rate: float) -> str:
-        """Return the command that trains an arm in full; paths below the current folder are relative."""
+        """Write the command that trains an arm in full, with paths below the current folder relative."""
         test = self.inputs.test_data
         classes = isinstance(next(iter(self.inputs.test.values())), LabelledSet)
         flags = {
