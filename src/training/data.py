@@ -319,7 +319,11 @@ def _sampling(config: AllFlags, args: argparse.Namespace) -> Sampling:
 
 
 def _columns(args: argparse.Namespace) -> Columns:
-    """Return columns and separator of tables if a flag differs from open_clip's default; None for the rest."""
+    """Return columns and separator of tables where a flag differs from open_clip's default.
+
+    Returns:
+        None for the rest.
+    """
     from open_clip_zerovl.prepare.settings import Columns
 
     stock = {"csv_img_key": "filepath", "csv_caption_key": "title", "csv_separator": "\t"}

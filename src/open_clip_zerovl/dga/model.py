@@ -313,7 +313,10 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def wrapped_inside(adapter: nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper of the model inside of an adapter, where the adapter itself is not wrapped; None if there is none.
+    """Find the DDP wrapper of the model inside of an adapter, where the adapter itself is not wrapped.
+
+    Returns:
+        None if there is none.
 
     Raises:
         UserError: parameters that this DDP does not average.

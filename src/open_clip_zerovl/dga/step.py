@@ -442,7 +442,9 @@ class DecoupledGradientAccumulation:
     def _forward_within_memory(
         self, step: _Step, k: int, frozen: set[str], collected: dict[str, list[Tensor]]
     ) -> None:
-        """Forward micro-batch k with its graph; in a full memory drop the first kept graph and replay its micro-batch instead.
+        """Forward micro-batch k with its graph.
+
+        In a full memory drop the first kept graph and replay its micro-batch instead.
 
         Other ranks need not know: each rank's passes between two collectives are its own. Not so where the passes themselves
         communicate, as those of SyncBatchNorm do.

@@ -126,7 +126,9 @@ def run_retrieval(
     settings: RetrievalSettings | None = None,
     files: RetrievalFiles | None = None,
 ) -> Scores:
-    """Score a model on retrieval sets; the text has the paper's row for each.
+    """Score a model on retrieval sets.
+
+    The text has the paper's row for each.
 
     Args:
         encoder: the model; with device `auto` each rank takes one GPU.
@@ -161,7 +163,9 @@ def run_retrievals(
     settings: RetrievalSettings | None = None,
     files: RetrievalFiles | None = None,
 ) -> Scores:
-    """Score several models on the same pairs; the text has their rows and the differences of RSUM from the first.
+    """Score several models on the same pairs.
+
+    The text has their rows and the differences of RSUM from the first.
 
     Args:
         encoders: name -> model.

@@ -207,7 +207,8 @@ def _spared_by_open_clip(name: str, parameter: nn.Parameter) -> bool:
 
 
 def warmup_cosine(step: int, steps: int, peak: float, warmup: int, floor: float = 0.0) -> float:
-    """The learning rate of a step: a linear rise to `peak` over `warmup` steps, then half a cosine to `floor` at `steps`.
+    """Compute the learning rate of a step: a linear rise to `peak` over `warmup` steps, then half a cosine to `floor` at
+    `steps`.
 
     Steps count from 0. With `floor=0` this is open_clip's schedule.
     """

@@ -219,7 +219,10 @@ def checkpoint_without_reentry(model: nn.Module) -> None:
 
 
 def _enable_checkpointing(transformer: Any, enable: bool = True, impl: str = "inline") -> None:
-    """Turn checkpoints on; `impl`, which open_clip 4 passes, chooses nothing for a Hugging Face tower there either."""
+    """Turn checkpoints on.
+
+    `impl`, which open_clip 4 passes, chooses nothing for a Hugging Face tower there either.
+    """
     if enable:
         transformer.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}

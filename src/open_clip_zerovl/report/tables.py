@@ -52,7 +52,7 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units: "85.8 ms", "0.113 s", "41 s", "3 min 20 s", "5 h 12 min", "2 d 4 h"."""
+    """Format a time in its two largest units: "85.8 ms", "0.113 s", "41 s", "3 min 20 s", "5 h 12 min", "2 d 4 h"."""
     if seconds < 60:
         return (
             f"{max(0, seconds):.3g} s"
