@@ -35,7 +35,7 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.evaluate.settings import SearchSettings
-from open_clip_zerovl.features.embed import Parts, Pictures, embed
+from open_clip_zerovl.features.embed import Parts, Pictures, embed_pictures
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.report.html import thumbnail, write_page
@@ -400,15 +400,4 @@ def embed_collection(
         pictures = Pictures(contents, lambda row: _picture_or_none(picture_file(paths[row])))
     else:
         pictures = _Shards(collection)
-    folder = cache / model.fingerprints["image"][:16]
-    store = FeatureStore(folder, pictures.contents, pictures.counts)
-    computed = embed(
-        store,
-        model,
-        pictures,
-        width=model.image_width(),
-        batch_size=batch_size,
-        workers=workers,
-        desc=name,
-    )
-    return store, computed
+    return embed_pictures(model, pictures, cache, batch_size=batch_size, workers=workers, desc=name)

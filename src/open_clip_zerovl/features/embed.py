@@ -267,16 +267,26 @@ def picture_features(
         UserError: a picture that cannot be read, features that are not finite.
     """
     pictures = Pictures(images.contents(), images.image)
+    reading: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "progress": progress}
+    store, _ = embed_pictures(model, pictures, folder, desc=f"{name} features", **reading)
+    return torch.cat([*store.blocks()])
+
+
+def embed_pictures(
+    model: FrozenModel, pictures: Parts, folder: Path | None, **reading: Any
+) -> tuple[FeatureStore, int]:
+    """Make the features (n, D) of pictures that are not stored yet below a folder of any pictures and models.
+
+    Args:
+        folder: None stores nothing.
+        reading: arguments of `embed`.
+
+    Returns:
+        The features, and how many were made.
+
+    Raises:
+        UserError: as `embed`.
+    """
     place = folder and folder / model.fingerprints["image"][:16]
     store = FeatureStore(place, pictures.contents, pictures.counts)
-    embed(
-        store,
-        model,
-        pictures,
-        width=model.image_width(),
-        batch_size=batch_size,
-        workers=workers,
-        progress=progress,
-        desc=f"{name} features",
-    )
-    return torch.cat([*store.blocks()])
+    return store, embed(store, model, pictures, width=model.image_width(), **reading)
