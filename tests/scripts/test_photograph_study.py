@@ -314,7 +314,11 @@ def test_the_readme_and_the_first_screen_say_what_the_rows_decide():
     assert f"as one pool: no, they lose {-high:.1f} to {-low:.1f}" in page
     low, *_, high, first = between["clean"]
     assert first == clean.mean and f"and {low:.1f} to {high:.1f} in others, where higher" in page
-    assert all(row.estimate("clean", 1e-2).mean < 0 for row in styles if row.name != "framed")
+    others = [row for row in styles if not row.name.startswith("framed")]
+    assert all(row.estimate("clean", 1e-2).mean < 0 for row in others)
+    for name in ("grey pictures", "long captions"):  # "no effect"
+        for estimate in map(rows[name].estimate, ("clean", "pool")):
+            assert -PROTOCOL["margin"] < estimate.low < 0 < estimate.high < PROTOCOL["margin"]
     assert arms[0][0]["samples"] == arms[1][0]["samples"]
     assert arms[0][0]["rate"] == 3 * arms[1][0]["rate"]
     rates = [study_report.best_rate(batches, arm) for arm in ("16", "256", "1024")]
