@@ -13,7 +13,7 @@ from PIL import Image
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.gallery import RetrievalExample, RetrievedPicture
 from open_clip_zerovl.report import plot
-from open_clip_zerovl.report import run_charts as charts
+from open_clip_zerovl.report import run_page as charts
 from open_clip_zerovl.report.record import EXAMPLES, Record, read_record, write_examples
 from open_clip_zerovl.report.run_page import write_run_page
 

@@ -66,7 +66,6 @@ from open_clip_zerovl.evaluate.metrics import (
 from open_clip_zerovl.features.sources import SourceSamples, cut_captions
 from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
-from open_clip_zerovl.report.bounds import RECALL_KS
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.plot import (
     FAINT,
@@ -76,6 +75,7 @@ from open_clip_zerovl.report.plot import (
     line_chart,
 )
 from open_clip_zerovl.report.tables import duration, text_table
+from open_clip_zerovl.report.verdicts import RECALL_KS
 from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.urls import local_path
 

@@ -33,7 +33,6 @@ from open_clip_zerovl.evaluate.retrieval import RetrievalSettings, score_set
 from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet, score_loaded
 from open_clip_zerovl.models.local_dir import TRAINED_ON
-from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import render
 from open_clip_zerovl.report.plot import (
     FAINT,
@@ -44,6 +43,7 @@ from open_clip_zerovl.report.plot import (
     line_chart,
 )
 from open_clip_zerovl.report.tables import text_table
+from open_clip_zerovl.report.verdicts import bounds_remarks
 
 SHORT = {"image_to_text": "I2T", "text_to_image": "T2I"}
 ROWS = {f"{way}_R@{k}": f"{SHORT[way]} R@{k}" for way in DIRECTIONS for k in RECALL_KS} | {

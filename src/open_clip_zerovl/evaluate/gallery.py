@@ -23,8 +23,8 @@ from open_clip_zerovl.evaluate.metrics import (
     recalls,
     retrieval_ranks,
 )
-from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.html import thumbnail, write_page
+from open_clip_zerovl.report.verdicts import bounds_remarks
 
 Features = tuple[Tensor, Tensor]  # image_features (I, D) and text_features (T, D), L2-normalised
 

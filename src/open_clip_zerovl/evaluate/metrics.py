@@ -29,8 +29,7 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.report.bounds import RECALL_KS
-from open_clip_zerovl.report.verdicts import CONFIDENCE, Estimate, estimate_by_t
+from open_clip_zerovl.report.verdicts import CONFIDENCE, RECALL_KS, Estimate, estimate_by_t
 
 DIRECTIONS = ("image_to_text", "text_to_image")
 

@@ -43,8 +43,8 @@ from open_clip_zerovl.evaluate.metrics import (
 from open_clip_zerovl.evaluate.settings import RetrievalFiles, RetrievalSettings
 from open_clip_zerovl.features.encoder import FrozenModel, padding_of
 from open_clip_zerovl.models.configs import ClipModel
-from open_clip_zerovl.report.bounds import bounds_remarks
 from open_clip_zerovl.report.tables import Scores, text_table
+from open_clip_zerovl.report.verdicts import bounds_remarks
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Features. Legend: `I` images, `T` captions, `b` images of one batch, `D` embedding width

@@ -58,7 +58,7 @@ from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
-from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS, ceiling_remarks
+from open_clip_zerovl.report.verdicts import LOW_BEST, SHARED_CAPTIONS, ceiling_remarks
 
 REQUEST, SETTINGS = "request.json", "settings.json"
 MODEL = f"{CONTENT}--from"  # in REQUEST

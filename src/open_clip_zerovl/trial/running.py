@@ -69,11 +69,10 @@ from open_clip_zerovl.finetune.request import digest_of_encoder, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out, set_identities
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
-from open_clip_zerovl.report.bounds import not_above_chance
 from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.report.tables import duration
-from open_clip_zerovl.report.verdicts import HIGHER
+from open_clip_zerovl.report.verdicts import HIGHER, not_above_chance
 from open_clip_zerovl.sampling.schedule import apportion
 from open_clip_zerovl.trial.flags import ARMS, TrialFlags
 from open_clip_zerovl.trial.result import Row, TrialResult

@@ -32,7 +32,7 @@ from open_clip_zerovl.evaluate.metrics import (
     retrieval_ranks,
 )
 from open_clip_zerovl.evaluate.retrieval import encode_retrieval, format_retrieval
-from open_clip_zerovl.report.bounds import bounds_remarks
+from open_clip_zerovl.report.verdicts import bounds_remarks
 from support import warm
 from support.scoring import score_checkpoint
 from support.tars import add_file

@@ -9,8 +9,8 @@ from typing import Any
 
 from open_clip_zerovl.prepare.pack.report import commands, next_line
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
-from open_clip_zerovl.report.bounds import LOW_BEST, SHARED_CAPTIONS
 from open_clip_zerovl.report.html import thumbnail, write_page
+from open_clip_zerovl.report.verdicts import LOW_BEST, SHARED_CAPTIONS
 from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded
 
 _SAMPLES = 12  # shown of a source and split

@@ -20,7 +20,7 @@ from open_clip_zerovl.data.names import FEWEST_PICTURES
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import PairDatabase
-from open_clip_zerovl.report.bounds import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
+from open_clip_zerovl.report.verdicts import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
 from open_clip_zerovl.shards.members import BYTES_BEHIND
 from open_clip_zerovl.shards.texts import UNMARKED, WORDS_FOR_NOTHING
 
