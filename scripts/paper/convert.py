@@ -45,8 +45,8 @@ from open_clip_zerovl.checkpoints.export import (
     loading_notes,
     write_local_dir,
 )
-from open_clip_zerovl.checkpoints.layouts import as_native_vit
 from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.checkpoints.transformers_towers import as_native_vit
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.models.configs import (

@@ -21,8 +21,8 @@ import open_clip_train.main as host
 import torch
 from open_clip_train.distributed import world_info_from_env
 
-from open_clip_zerovl.checkpoints.adapters import ENTRY
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
+from open_clip_zerovl.checkpoints.weights import ENTRY
 from open_clip_zerovl.core.errors import UserError, first_line, say
 from open_clip_zerovl.core.files import lock_file, reading
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER

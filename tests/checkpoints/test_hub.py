@@ -11,7 +11,7 @@ import sys
 import huggingface_hub
 import pytest
 
-from open_clip_zerovl.checkpoints.hub import push_folder
+from open_clip_zerovl.checkpoints.export import push_folder
 from open_clip_zerovl.cli.program import main
 from support.model_hub import model_hub
 from support.tiny_clip import (

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BitImageProcessor
 import open_clip_zerovl
 from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.card import MOVED
-from open_clip_zerovl.checkpoints.export import export_local_dir, loading_notes
-from open_clip_zerovl.checkpoints.hub import _for_repository
+from open_clip_zerovl.checkpoints.export import _for_repository, export_local_dir, loading_notes
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.cli.program import main

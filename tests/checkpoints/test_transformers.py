@@ -347,11 +347,13 @@ def test_the_layer_scales_of_timms_dinov2_are_kept(home, tmp_path):
 
 
 def test_the_exports_check_finds_a_tensor_that_was_misplaced(tmp_path, home, monkeypatch):
-    from open_clip_zerovl.checkpoints import layouts
+    from open_clip_zerovl.checkpoints import transformers_towers
 
-    first, *others = layouts._IN_BLOCK
+    first, *others = transformers_towers._IN_BLOCK
     swapped = tuple((*row[:2], first[2], row[3]) if row[1] == "ln_2." else row for row in others)
-    monkeypatch.setattr(layouts, "_IN_BLOCK", ((*first[:2], "layer_norm2.", first[3]), *swapped))
+    monkeypatch.setattr(
+        transformers_towers, "_IN_BLOCK", ((*first[:2], "layer_norm2.", first[3]), *swapped)
+    )
     checkpoint = write_run(
         tmp_path / "run", random_model("tf-native-bert"), {"model": "tf-native-bert"}
     )

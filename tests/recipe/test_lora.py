@@ -16,9 +16,9 @@ import torch
 from open_clip.loss import ClipLoss
 from open_clip.model import convert_weights_to_lp
 
-from open_clip_zerovl.checkpoints.adapters import ENTRY, FOLDER, is_adapter
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.weights import ENTRY, FOLDER, is_adapter
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.lora import add_lora, lora_entry

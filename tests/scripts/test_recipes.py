@@ -19,7 +19,7 @@ import timm
 import torch
 from open_clip.model import CLIPVisionCfg, _build_vision_tower
 
-from open_clip_zerovl.checkpoints.layouts import as_native_vit
+from open_clip_zerovl.checkpoints.transformers_towers import as_native_vit
 from open_clip_zerovl.core.processes import children_of
 from scripts.paper import cluster, probe
 from scripts.paper import recipes as paper_recipes

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import normalize
 from transformers import BatchEncoding
 
-from open_clip_zerovl.checkpoints.adapters import is_adapter
+from open_clip_zerovl.checkpoints.weights import is_adapter
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.lora import add_lora
 from support.dga_reference import CONTEXT, FEATURES, VOCABULARY, batches, bert_clip, vit

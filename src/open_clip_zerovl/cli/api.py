@@ -443,7 +443,7 @@ def export(
     if private and not push_to_hub:
         raise UserError("--private needs --push-to-hub, which makes the repository")
     show_progress()
-    from open_clip_zerovl.checkpoints.hub import check_hub, push_folder
+    from open_clip_zerovl.checkpoints.export import check_hub, push_folder
 
     if push_to_hub:
         check_hub(push_to_hub)

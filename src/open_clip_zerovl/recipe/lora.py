@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) by peft on the linear layers of towers: W + (alpha / rank) B A; A and B train.
 
 Adapted are all linear layers of a tower: query, key, value and output of attention, and the MLP. B begins at zero, so that the
-model is unchanged. Projections and the temperature train whole. `checkpoints.adapters` merges the adapters of a checkpoint.
+model is unchanged. Projections and the temperature train whole. `checkpoints.weights` merges the adapters of a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from open_clip.transformer import Attention
 from torch import nn
 
-from open_clip_zerovl.checkpoints.adapters import is_adapter
+from open_clip_zerovl.checkpoints.weights import is_adapter
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.recipe.flags import TOWERS
 from open_clip_zerovl.recipe.towers import batch_norms, freeze, group_of
