@@ -34,7 +34,7 @@ from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.search import embed_collection
 from open_clip_zerovl.models.build import check_model
-from open_clip_zerovl.models.model_file import register_model_file
+from open_clip_zerovl.models.configs import register_model_file
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
 from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, encode_picture

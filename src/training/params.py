@@ -182,7 +182,7 @@ def _own_model(file: str, given: str, default: str) -> str:
         UserError: `--model` names another.
     """
     say_loading()
-    from open_clip_zerovl.models.model_file import register_model_file
+    from open_clip_zerovl.models.configs import register_model_file
 
     name = register_model_file(file)
     if given not in (default, name):

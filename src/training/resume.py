@@ -31,7 +31,7 @@ from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision
-from open_clip_zerovl.models.pickled import load_pickled
+from open_clip_zerovl.models.tower_weights import load_pickled
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.sampling.schedule import Batching
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from open_clip_zerovl.models.pickled import load_pickled
+from open_clip_zerovl.models.tower_weights import load_pickled
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.float32, np.float64, np.bool_])

@@ -38,8 +38,7 @@ from open_clip_zerovl.features.encoder import (
     tower_before_projection,
 )
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
-from open_clip_zerovl.models.hub import hub_or_cache
-from open_clip_zerovl.models.local_dir import no_code_from_data
+from open_clip_zerovl.models.local_dir import hub_or_cache, no_code_from_data
 from open_clip_zerovl.models.text_towers import DECODERS, LAST_TOKEN
 
 # The other tower of a model that is built for one of them.

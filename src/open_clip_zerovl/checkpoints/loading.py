@@ -36,11 +36,11 @@ from open_clip_zerovl.checkpoints.weights import (
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import did_you_mean, reading
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, ClipModel
-from open_clip_zerovl.models.hub import hub_or_cache
 from open_clip_zerovl.models.local_dir import (
     CONFIG_FILE,
     LOCAL_DIR,
     check_local_dir,
+    hub_or_cache,
     loadable,
     no_code_from_data,
 )

@@ -24,8 +24,8 @@ from open_clip_zerovl.checkpoints.weights import read_entry
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.build import check_model
+from open_clip_zerovl.models.configs import register_model_file
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, config_here
-from open_clip_zerovl.models.model_file import register_model_file
 
 # Entries of a model's config about file paths and training, on which its function does not depend.
 NOT_OF_FUNCTION = frozenset({

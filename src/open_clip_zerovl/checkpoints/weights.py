@@ -23,7 +23,7 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
-from open_clip_zerovl.models.pickled import load_pickled
+from open_clip_zerovl.models.tower_weights import load_pickled
 
 ENTRY = "lora"  # of a checkpoint: rank, alpha, and the names of the other trained parameters
 FOLDER = "lora"  # of an export: the adapters alone

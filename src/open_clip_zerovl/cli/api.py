@@ -727,7 +727,7 @@ def _own_model(file: str | None) -> str | None:
     """The name of the model of `--model-config`, which is registered; None without the flag."""
     if file is None:
         return None
-    from open_clip_zerovl.models.model_file import register_model_file
+    from open_clip_zerovl.models.configs import register_model_file
 
     return register_model_file(file)
 

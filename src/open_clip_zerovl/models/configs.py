@@ -1,4 +1,4 @@
-"""The model configs of sections 2.2 and A.9, and their registration with open_clip.
+"""The model configs of sections 2.2 and A.9, and one's own in a JSON file (`--model-config FILE`), registered with open_clip.
 
 `model_configs/*.json` pair a timm ViT (class token, the ImageNet-21k weights `augreg_in21k`, which timm gives for the name in
 the paper's released code) with an HF BERT (raw [CLS]). Both are projected to 512 without bias. The temperature starts at 0.02
@@ -7,14 +7,20 @@ the paper's released code) with an HF BERT (raw [CLS]). Both are projected to 51
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import open_clip
 from open_clip.factory import get_model_config
 
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import read_json
 from open_clip_zerovl.models.text_towers import register_text_towers
 
 #: An `open_clip.CLIP` or `CustomTextCLIP`: modules whose towers' types open_clip does not give.
@@ -65,3 +71,34 @@ def register_model_configs() -> list[str]:
     if any(get_model_config(name) != config for name, config in configs.items()):
         open_clip.add_model_config(CONFIG_FOLDER)
     return list(configs)
+
+
+def register_model_file(path: str | os.PathLike[str], *, rename: bool = False) -> str:
+    """Register a model config with open_clip and return its name, the file's without `.json`.
+
+    A second call changes nothing.
+
+    Args:
+        rename: append a mark of the content to the name if this process has another model of that name.
+
+    Raises:
+        UserError: no JSON, a key that is missing, or the name of another model.
+        OSError: no such file.
+    """
+    file = Path(path).expanduser()
+    config = read_json(file, "mend it")
+    name = file.stem
+    if not describes_model(config):  # open_clip would pass over it in silence
+        raise UserError(
+            f"--model-config {path} is no model's: it needs embed_dim, vision_cfg and text_cfg"
+        )
+    if get_model_config(name) not in (None, config):
+        if not rename:
+            raise UserError(
+                f"--model-config {path}: there is another model called {name}; give the file another name"
+            )
+        name += f"-{hashlib.sha256(file.read_bytes()).hexdigest()[:8]}"
+    if get_model_config(name) is None:
+        with tempfile.TemporaryDirectory() as folder:
+            open_clip.add_model_config(shutil.copy(file, Path(folder, f"{name}.json")))
+    return name

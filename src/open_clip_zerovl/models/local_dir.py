@@ -1,4 +1,6 @@
-"""Checks of a folder before open_clip opens it as `local-dir:FOLDER`; none of its code is run.
+"""Models in a folder or on a hub: checks before open_clip opens `local-dir:FOLDER`, and a hub that may be out of reach.
+
+None of a folder's code is run.
 
 open_clip_config.json         model_cfg and preprocess_cfg
 open_clip_model.safetensors   the weights (or another file that open_clip loads)
@@ -8,6 +10,7 @@ config.json, tokenizer ...    of a Hugging Face text tower, if the model has one
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import read_json, reading, write_atomically
 from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, describes_model
 
@@ -261,3 +264,34 @@ def no_code_from_data() -> Iterator[None]:
         dynamic.TIME_OUT_REMOTE_CODE = seconds
         for name, original in originals.items():
             setattr(dynamic, name, original)
+
+
+ANSWER_SECONDS = 5.0
+
+
+@contextmanager
+def hub_or_cache(asked: bool = True) -> Iterator[None]:
+    """Take models of the hub from its cache within the block if it does not answer.
+
+    It is not `asked` for local files.
+
+    huggingface_hub repeats each request that fails for half a minute, and a model that is not cached takes several.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    offline = constants.HF_HUB_OFFLINE
+    try:
+        if asked and not offline:
+            get_session().head(constants.ENDPOINT, timeout=ANSWER_SECONDS)
+    except Exception as error:  # of one of three HTTP libraries, by the hub's release
+        logging.warning(
+            "%s cannot be reached (%s): only its cache is searched",
+            constants.ENDPOINT,
+            first_line(error),
+        )
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline

@@ -1,6 +1,8 @@
-"""Weights of one tower from a file: a raw timm or BERT state dict under the names of open_clip's towers.
+"""Weights in files: pickles, loaded without running their code, and the state dict of one tower under open_clip's names.
 
-open_clip 3.3 itself loads nothing from a file with other names than its own, without a message.
+Of a pickle tensors, plain containers and NumPy's numbers are loaded: open_clip before 3 wrote an epoch or a loss as one. A
+tower's file is a raw timm or BERT state dict; open_clip 3.3 itself loads nothing from a file with other names than its own,
+without a message.
 """
 
 from __future__ import annotations
@@ -11,13 +13,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.configs import TEXT_WEIGHTS
-from open_clip_zerovl.models.pickled import load_pickled
+
+_KINDS = (
+    np.bool_,
+    np.int8,
+    np.int16,
+    np.int32,
+    np.int64,
+    np.uint8,
+    np.float16,
+    np.float32,
+    np.float64,
+)
+
+
+def load_pickled(file: Any, **options: Any) -> Any:
+    """Load a checkpoint with `torch.load(weights_only=True)`, which has these errors and further arguments."""
+    make = np.int64(0).__reduce__()[
+        0
+    ]  # NumPy's maker of numbers; 1 and 2 know it under other names
+    allowed: list[Any] = [(make, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    allowed += [np.dtype, *{type(np.dtype(kind)) for kind in _KINDS}]
+    with torch.serialization.safe_globals(allowed):
+        return torch.load(file, weights_only=True, **options)
 
 
 @dataclass(frozen=True)
