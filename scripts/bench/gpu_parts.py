@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from open_clip_zerovl.core.processes import end_with_parent
-from open_clip_zerovl.recipe.compiling import compile_blocks, same_masks
+from open_clip_zerovl.recipe.gpu import compile_blocks, same_masks
 from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.shards.writing import Sample, write_source
 from scripts.bench.harness import (

@@ -35,11 +35,10 @@ from open_clip_zerovl.data.images import normalize
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import with_text_model
-from open_clip_zerovl.recipe.gpu_syncs import without_gpu_syncs
+from open_clip_zerovl.recipe.gpu import without_gpu_syncs
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
-from open_clip_zerovl.recipe.step import RecipeStep
-from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
+from open_clip_zerovl.recipe.step import RecipeStep, sort_texts, text_padding
 
 ALIASES = {"ViT-B-16+BERT-base": "zerovl-ViT-B-16-BERT-base"}
 BERT_SIZES = {

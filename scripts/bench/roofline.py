@@ -46,7 +46,7 @@ from open_clip_zerovl.data import images as images_module
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe import step as step_module
-from open_clip_zerovl.recipe.text_lengths import text_padding
+from open_clip_zerovl.recipe.step import text_padding
 from open_clip_zerovl.report.tables import markdown_table
 from scripts.bench.harness import build, caption_lengths, make_batches, recipe_step, register
 from support.fake_cuda import Waits, fake_cuda, to_fake_cuda

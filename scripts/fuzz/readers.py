@@ -41,14 +41,14 @@ from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, encode_pictu
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.public import largest_phrases
 from open_clip_zerovl.prepare.settings import Work
-from open_clip_zerovl.recipe.start import init_from
+from open_clip_zerovl.recipe.build import init_from
 from open_clip_zerovl.report.run_page import write_run_page
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.archives import find_member
 from open_clip_zerovl.shards.pictures import BadPicture
 from scripts.fuzz import inputs
 from training import checkpointing, resume
-from training.stock_data import check_stock_data
+from training.data import check_stock_data
 
 BAD_SAMPLE = "bad sample"
 Reader = Callable[[Path], "str | None"]

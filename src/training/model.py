@@ -18,7 +18,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import keep_freed_memory
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
-from open_clip_zerovl.recipe.apply import build_model
+from open_clip_zerovl.recipe.build import build_model, init_from
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import (
@@ -28,7 +28,6 @@ from open_clip_zerovl.recipe.optimizer import (
     scale_rates,
     warmup_cosine,
 )
-from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.step import precision_on
 from open_clip_zerovl.recipe.towers import batch_norms
 
@@ -42,7 +41,7 @@ def create_model(
 ) -> tuple[torch.nn.Module, Any, Any, CoinFlipMixup | None]:
     """Build open_clip's model and transforms with starting weights and the recipe's methods.
 
-    See `recipe.apply.build_model`.
+    See `recipe.build.build_model`.
 
     Raises:
         UserError: weights that do not fit, a tower that does not support a flag.

@@ -36,15 +36,14 @@ from open_clip_zerovl.models.build import (
     with_text_model,
 )
 from open_clip_zerovl.models.local_dir import no_code_from_data
-from open_clip_zerovl.recipe.compiling import compile_blocks
 from open_clip_zerovl.recipe.flags import AllFlags
+from open_clip_zerovl.recipe.gpu import compile_blocks
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, model, resume, stopping
-from training.console import EarlyHandler, shorten
 from training.hooks import check_host, replaced
 from training.params import require_new_name
 from training.plan import Planned
-from training.run_log import RunLog
+from training.run_log import EarlyHandler, RunLog, shorten
 from training.train import Trainer, create_loss, require_finite
 
 LOCK = ".lock"

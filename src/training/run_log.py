@@ -1,4 +1,8 @@
-"""A run's record and page on its first rank, and its few lines beside open_clip's log."""
+"""A run's record and page on its first rank, its few lines beside open_clip's log, and that log on standard error.
+
+The log file has everything. With flags of the recipe standard error has a short form: the run's own lines, open_clip's lines of
+steps and evaluations, and all warnings. `--verbose` shows everything.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import argparse
 import logging
 import os
 import resource
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +19,73 @@ from typing import Any
 
 import torch
 
+import open_clip_zerovl
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.record import Record, read_record
 from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.sampling.schedule import Batching
+
+_OURS = tuple(
+    os.path.join(os.path.dirname(file), "")
+    for file in (__file__, open_clip_zerovl.__file__)
+    if file is not None
+)
+# of open_clip: its lines of steps and metrics
+_TRAINING_AND_EVALUATION = os.path.join("open_clip_train", "train.py")
+# open_clip sets them all to INFO
+_LIBRARIES = ("torch", "transformers", "timm", "PIL", "fsspec", "matplotlib")
+
+
+class EarlyHandler(logging.StreamHandler):
+    """Shows messages in the form of open_clip's log until its main has set that up.
+
+    Without it the first message would make `logging` add a handler of its own, and each later line would come twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(
+            logging.Formatter("%(asctime)s | %(levelname)s | %(message)s", "%Y-%m-%d,%H:%M:%S")
+        )
+        if not logging.root.handlers:
+            logging.root.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message if no other handler does."""
+        if logging.root.handlers == [self]:
+            super().emit(record)
+
+    def close(self) -> None:
+        """Take the handler away."""
+        logging.root.removeHandler(self)
+        super().close()
+
+
+def shorten(rank: int) -> None:
+    """Set the short form from now on.
+
+    Call it when open_clip's main has set up its log.
+    """
+    for handler in logging.root.handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.addFilter(lambda record: _is_shown(record, rank))
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] in _LIBRARIES:
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _is_shown(record: logging.LogRecord, rank: int) -> bool:
+    ours = record.pathname.startswith(_OURS)
+    if record.levelno >= logging.WARNING:
+        return ours or rank == 0
+    return ours or record.pathname.endswith(_TRAINING_AND_EVALUATION)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The record and the page
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(
         capsys.readouterr().err
     )
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["projection_dim"] == 24
-    from open_clip_zerovl.recipe.start import init_from
+    from open_clip_zerovl.recipe.build import init_from
 
     model, _, _ = load_model(folder)
     report = init_from(model, folder)

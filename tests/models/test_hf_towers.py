@@ -16,8 +16,8 @@ from open_clip.factory import get_model_config
 
 from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
-from open_clip_zerovl.recipe.gpu_syncs import without_gpu_syncs
-from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
+from open_clip_zerovl.recipe.gpu import without_gpu_syncs
+from open_clip_zerovl.recipe.step import sort_texts, text_padding
 from open_clip_zerovl.recipe.towers import lock_text_layers
 from support.hf_towers import small_model
 from support.tiny_clip import random_model, write_modernbert, write_xlm_roberta

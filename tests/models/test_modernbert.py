@@ -23,7 +23,7 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import create_model_and_transforms, with_text_model
 from open_clip_zerovl.models.text_towers import TEXT_TOWERS, TowerModel, register_text_towers
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
-from open_clip_zerovl.recipe.gpu_syncs import without_gpu_syncs
+from open_clip_zerovl.recipe.gpu import without_gpu_syncs
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.towers import lock_text_layers, open_clip_locks_layers
 from support import warm

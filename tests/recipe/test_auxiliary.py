@@ -18,10 +18,9 @@ from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.recipe.apply import apply_methods
+from open_clip_zerovl.recipe.build import apply_methods, init_from
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import constant_temperature, optimizer_step, parameter_groups
-from open_clip_zerovl.recipe.start import init_from
 from open_clip_zerovl.recipe.towers import (
     GROUPS,
     batch_norms,

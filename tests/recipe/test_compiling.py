@@ -13,8 +13,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.model import is_compiled
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.recipe import compiling
-from open_clip_zerovl.recipe.compiling import compile_blocks
+from open_clip_zerovl.recipe import gpu
+from open_clip_zerovl.recipe.gpu import compile_blocks
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep
@@ -75,16 +75,16 @@ def test_graphs_of_a_compiled_recipe_are_bounded(blocks, sort_text, most):
             model.train()
         made.append(graphs.frame_count)
     if not hasattr(torch._dynamo.config, "recompile_limit"):  # before torch 2.7: 9 to 18 graphs
-        most = compiling.RECOMPILE_LIMIT // 2
-    assert made[-1] == made[STEPS - 3] and made[-1] <= most < compiling.RECOMPILE_LIMIT
+        most = gpu.RECOMPILE_LIMIT // 2
+    assert made[-1] == made[STEPS - 3] and made[-1] <= most < gpu.RECOMPILE_LIMIT
 
 
 def test_a_step_has_room_for_its_graphs_and_ends_beyond(monkeypatch):
     """torch's own limit, which a user may have lowered, does not hold in a step."""
     micro_batches = batches([4, 4], torch.float32)
     with torch._dynamo.config.patch(cache_size_limit=1):
-        for limit in (compiling.RECOMPILE_LIMIT, 1):
-            monkeypatch.setattr(compiling, "RECOMPILE_LIMIT", limit)
+        for limit in (gpu.RECOMPILE_LIMIT, 1):
+            monkeypatch.setattr(gpu, "RECOMPILE_LIMIT", limit)
             torch._dynamo.reset()
             step = recipe_step(bert_clip(torch.float32), CompileCounter(), blocks=False)
             if limit > 1:

@@ -14,8 +14,7 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe import step as step_module
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from open_clip_zerovl.recipe.optimizer import parameter_groups
-from open_clip_zerovl.recipe.step import RecipeStep
-from open_clip_zerovl.recipe.text_lengths import text_padding
+from open_clip_zerovl.recipe.step import RecipeStep, text_padding
 from open_clip_zerovl.recipe.towers import freeze
 from support.fake_cuda import GIB, Waits, fake_cuda, to_fake_cuda
 from support.tiny_clip import (

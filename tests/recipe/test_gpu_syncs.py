@@ -4,7 +4,7 @@ import pytest
 import torch
 from open_clip.transformer import PatchDropout
 
-from open_clip_zerovl.recipe.gpu_syncs import DevicePatchDropout, without_gpu_syncs
+from open_clip_zerovl.recipe.gpu import DevicePatchDropout, without_gpu_syncs
 from support.dga_reference import CONTEXT, bert_clip
 
 

@@ -14,8 +14,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
-from open_clip_zerovl.recipe.step import RecipeStep
-from open_clip_zerovl.recipe.text_lengths import sort_texts, text_padding
+from open_clip_zerovl.recipe.step import RecipeStep, sort_texts, text_padding
 from open_clip_zerovl.recipe.towers import freeze
 from support.dga_reference import (
     CONTEXT,

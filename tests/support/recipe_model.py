@@ -13,7 +13,7 @@ from torch import Tensor
 
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.recipe.apply import build_model
+from open_clip_zerovl.recipe.build import build_model
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups

@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
-from training import console
-from training.console import EarlyHandler, shorten
+from training import run_log
+from training.run_log import EarlyHandler, shorten
 
-OURS, HOST = console.__file__, "/site-packages/open_clip/factory.py"
+OURS, HOST = run_log.__file__, "/site-packages/open_clip/factory.py"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_which_messages_the_short_form_has(monkeypatch, path, level, rank, is_sh
 def test_a_message_comes_once_before_and_after_the_log_is_set_up(monkeypatch):
     root, early, theirs = logging.root, io.StringIO(), io.StringIO()
     monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(console.sys, "stderr", early)
+    monkeypatch.setattr(run_log.sys, "stderr", early)
     handler = EarlyHandler()
     try:
         logging.warning("before")

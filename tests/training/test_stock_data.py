@@ -23,8 +23,8 @@ from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError
 from support.tars import png, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
+from training.data import UNPICKLED, check_stock_data
 from training.main import main
-from training.stock_data import UNPICKLED, check_stock_data
 
 OPEN_CLIP = {
     "dataset_type": "auto", "train_data": None, "val_data": None, "imagenet_val": None, "imagenet_v2": None,
@@ -113,7 +113,7 @@ def test_imagenet_accuracy_that_numpy_refuses_gets_a_sentence(monkeypatch):
     def refused(output, target, topk=(1,)):
         raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
 
-    monkeypatch.setattr("training.stock_data.accuracy", refused)
+    monkeypatch.setattr("training.data.accuracy", refused)
     with pytest.raises(
         UserError, match=r"--imagenet-val .* do not work with numpy .* pip install 'numpy<2.4'"
     ):

@@ -1,14 +1,19 @@
-"""Starting weights from another run (section 4.2), group by group, with a report of the loaded groups."""
+"""A model built with the paper's methods, in the order of training, and its starting weights from another run (section 4.2).
+
+`init_from` loads weights group by group, with a report of the loaded groups.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from open_clip.model import convert_to_custom_text_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -31,9 +36,23 @@ from open_clip_zerovl.checkpoints.weights import (
 )
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
+from open_clip_zerovl.data.transforms import with_auto_augment
+from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
-from open_clip_zerovl.recipe.flags import TOWERS
-from open_clip_zerovl.recipe.towers import GROUPS, group_of
+from open_clip_zerovl.recipe.flags import TOWERS, RecipeConfig
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup
+from open_clip_zerovl.recipe.optimizer import constant_temperature
+from open_clip_zerovl.recipe.step import text_padding
+from open_clip_zerovl.recipe.towers import (
+    GROUPS,
+    check_token_drop,
+    checkpoint_without_reentry,
+    freeze,
+    freeze_norm_statistics,
+    group_of,
+    lock_text_layers,
+    open_clip_locks_layers,
+)
 
 # a constant that transformers before 4.31 stored
 _UNSTORED = frozenset({"text.transformer.embeddings.position_ids"})
@@ -240,3 +259,86 @@ def _misfit(model_tensors: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -
         if theirs[name].shape != tensor.shape:
             return f"{name} is {tuple(theirs[name].shape)} there and {tuple(tensor.shape)} here"
     return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build_model(
+    name: str,
+    pretrained: str | None,
+    methods: RecipeConfig,
+    *,
+    seed: int,
+    start: Callable[[nn.Module], None] | None = None,
+    **options: Any,
+) -> tuple[Any, Callable[..., Any], Callable[..., Any], CoinFlipMixup | None]:
+    """Build open_clip's model with the methods of a run.
+
+    Its `lock_text_tower` also unlocks layers of BERT.
+
+    Args:
+        name, pretrained, options: as for `models.build.create_model_and_transforms`.
+        seed: the seed of mixup's draws.
+        start: loads starting weights, before towers are frozen.
+
+    Returns:
+        model, training transform, evaluation transform, mixup if asked for.
+
+    Raises:
+        UserError: weights that do not fit, a tower that does not support a method.
+    """
+    model, transform, evaluation = create_model_and_transforms(name, pretrained, **options)
+    if start is not None:
+        start(model)
+    transform, mixup = apply_methods(model, transform, methods, seed=seed)
+    checkpoint_without_reentry(model)
+    if not open_clip_locks_layers(model):
+        model.lock_text_tower = partial(lock_text_layers, model)
+    return model, transform, evaluation, mixup
+
+
+def apply_methods(
+    model: nn.Module, transform: Callable[..., Any], methods: RecipeConfig, *, seed: int
+) -> tuple[Callable[..., Any], CoinFlipMixup | None]:
+    """Make a run's changes to the model, in order: norms, memory format, adapters, frozen towers, temperature, mixup, padding.
+
+    Call it before DDP and compile.
+
+    Args:
+        transform: of training images.
+        seed: the seed of mixup's draws.
+
+    Returns:
+        The transform (with AutoAugment if asked for), and the mixup if asked for.
+
+    Raises:
+        UserError: a tower that does not support a method.
+    """
+    if methods.token_drop is not None:
+        check_token_drop(model, methods.token_drop)
+    if methods.freeze_norm_statistics:
+        count = freeze_norm_statistics(model)
+        logging.info(f"Running statistics of {count} batch norms are frozen.")
+    if methods.channels_last:
+        model.visual.to(memory_format=torch.channels_last)
+    if methods.lora is not None:
+        from open_clip_zerovl.recipe.lora import add_lora
+
+        add_lora(model, methods.lora, methods.lora_on)
+    if methods.freeze:
+        count = freeze(model, methods.freeze)
+        logging.info(f"Frozen: {' and '.join(methods.freeze)} ({count / 1e6:.1f} M parameters).")
+    if methods.temperature_constant:
+        constant_temperature(model)
+    mixup = None
+    if methods.coin_flip_mixup:
+        mixup = CoinFlipMixup(methods.mixup_alpha, seed=seed)
+        mixup.attach(model)
+    if methods.sort_text:
+        text_padding(model)
+    if methods.auto_augment is not None:
+        transform = with_auto_augment(transform, methods.auto_augment)
+    return transform, mixup
