@@ -1,4 +1,4 @@
-"""Step checkpoints: writing, deleting old ones, finding the newest.
+"""Step checkpoints: writing, deleting old ones, finding the newest; and one process at a time in a run's folder.
 
 A checkpoint of step i of epoch e is an open_clip checkpoint (`epoch`, `state_dict`, `optimizer`, `scaler`) with one more
 entry, `zerovl`: the `resume.Position` at which it was taken. It holds no generator's state: a step's random numbers follow from
@@ -12,20 +12,24 @@ import logging
 import os
 import re
 import subprocess
+import time
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import UNREADABLE, free_space, save_atomically
+from open_clip_zerovl.core.files import UNREADABLE, free_space, lock_file, save_atomically
 from training.resume import Position, entry_of
 
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")
 # of `save_atomically`, and of open_clip's --save-most-recent
 _LEFTOVER = re.compile(r"\..*\.pt\..*\.(?:part|tmp)|tmp\.pt")
+LOCK = ".lock"
+WAIT_SECONDS = 15.0  # for the earlier process to end when a launcher starts a run again
 LATEST = "epoch_latest.pt"  # written by open_clip with --save-most-recent, which resumes from it
 
 
@@ -217,3 +221,35 @@ class StepCheckpoints:
                 path.unlink()
             elif damage_of(path, checksums=False) is None:
                 whole += 1
+
+
+def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
+    """Hold a lock on a run's folder until its descriptor is closed or this process ends: one process writes there.
+
+    A file system without locks is logged, and the run continues without.
+
+    Raises:
+        UserError: another process holds the lock for longer than `wait_seconds`, or the folder cannot be written.
+    """
+    file, deadline = folder / LOCK, time.monotonic() + wait_seconds
+    folder.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    try:
+        # A lock that is not shared with forks would be lost where this process reads the file: --remote-sync with fsspec.
+        lock = partial(lock_file, file, wait=False, create=True)
+        held = lock()
+        if held is None:
+            logging.warning(f"Waiting for the process that trains in {folder} to end.")
+        while held is None:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"
+                )
+            time.sleep(0.1)
+            held = lock()
+    except OSError as error:
+        logging.warning(
+            f"{file} cannot be locked ({error}); make sure that no other process trains this run."
+        )
+        return os.open(file, os.O_RDONLY)
+    return held

@@ -7,11 +7,9 @@ import logging
 import os
 import shutil
 import signal
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from open_clip_train.distributed import world_info_from_env
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
 from open_clip_zerovl.checkpoints.weights import ENTRY
 from open_clip_zerovl.core.errors import UserError, first_line, say
-from open_clip_zerovl.core.files import lock_file, reading
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.transforms import paper_transform_of
@@ -43,11 +41,9 @@ from training import checkpointing, data, model, resume, stopping
 from training.hooks import check_host, replaced
 from training.params import require_new_name
 from training.plan import Planned
-from training.run_log import EarlyHandler, RunLog, shorten
+from training.run_log import EarlyHandler, RunLog, close_logs_in, shorten
 from training.train import Trainer, create_loss, require_finite
 
-LOCK = ".lock"
-WAIT_SECONDS = 15.0  # for the earlier process to end when a launcher starts a run again
 # copied by --copy-codebase
 PACKAGES = ("open_clip_zerovl", "training", "open_clip", "open_clip_train")
 
@@ -157,9 +153,9 @@ class TrainingRun:
             args.positives = self.config.positives
         if rank != 0 or args.name is None:
             return
-        self.lock = lock_folder(self.folder)
+        self.lock = checkpointing.lock_folder(self.folder)
         require_new_name(args)  # it may have been taken while this process waited
-        self.fresh = [path.name for path in self.folder.iterdir()] == [LOCK]
+        self.fresh = [path.name for path in self.folder.iterdir()] == [checkpointing.LOCK]
         (self.folder / REQUEUE_MARKER).unlink(missing_ok=True)
         checkpointing.remove_leftovers(self.folder / "checkpoints")
 
@@ -285,7 +281,7 @@ class TrainingRun:
         """(name, pretrained, **options) -> model, training transform, evaluation transform."""
         if self.lock is None and self.args.rank == 0 and self.args.name is not None:
             # Without --name, main has made one up; a run that is started in the same second gets the same.
-            self.lock = lock_folder(self.folder)
+            self.lock = checkpointing.lock_folder(self.folder)
         if self.config.model_config is not None:
             self.args.model_config = self._config_copy(self.config.model_config)
         if self.model is not None:  # main makes the teacher after it: --distill-model
@@ -524,49 +520,3 @@ class TrainingRun:
         """Make the entries added to open_clip's epoch checkpoint: the model's config, and the position, for an exact resume."""
         end = self.trainer.epoch_end if self.trainer is not None else None
         return self.entries if end is None else {**self.entries, "zerovl": resume.entry_of(end)}
-
-
-def close_logs_in(folder: Path) -> None:
-    """Close the log files in a folder that is removed.
-
-    A later run in this process would write to them again.
-    """
-    for handler in list(logging.root.handlers):
-        if (
-            isinstance(handler, logging.FileHandler)
-            and folder.absolute() in Path(handler.baseFilename).parents
-        ):
-            logging.root.removeHandler(handler)
-            handler.close()
-
-
-def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
-    """Hold a lock on a run's folder until its descriptor is closed or this process ends: one process writes there.
-
-    A file system without locks is logged, and the run continues without.
-
-    Raises:
-        UserError: another process holds the lock for longer than `wait_seconds`, or the folder cannot be written.
-    """
-    file, deadline = folder / LOCK, time.monotonic() + wait_seconds
-    folder.mkdir(parents=True, exist_ok=True)
-    file.touch()
-    try:
-        # A lock that is not shared with forks would be lost where this process reads the file: --remote-sync with fsspec.
-        lock = partial(lock_file, file, wait=False, create=True)
-        held = lock()
-        if held is None:
-            logging.warning(f"Waiting for the process that trains in {folder} to end.")
-        while held is None:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"
-                )
-            time.sleep(0.1)
-            held = lock()
-    except OSError as error:
-        logging.warning(
-            f"{file} cannot be locked ({error}); make sure that no other process trains this run."
-        )
-        return os.open(file, os.O_RDONLY)
-    return held

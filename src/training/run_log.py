@@ -76,6 +76,20 @@ def shorten(rank: int) -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def close_logs_in(folder: Path) -> None:
+    """Close the log files in a folder that is removed.
+
+    A later run in this process would write to them again.
+    """
+    for handler in list(logging.root.handlers):
+        if (
+            isinstance(handler, logging.FileHandler)
+            and folder.absolute() in Path(handler.baseFilename).parents
+        ):
+            logging.root.removeHandler(handler)
+            handler.close()
+
+
 def _is_shown(record: logging.LogRecord, rank: int) -> bool:
     ours = record.pathname.startswith(_OURS)
     if record.levelno >= logging.WARNING:

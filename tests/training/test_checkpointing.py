@@ -30,15 +30,17 @@ from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.sampling.schedule import Batching
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.checkpointing import (
+    LOCK,
     StepCheckpoints,
     damage_of,
+    lock_folder,
     newest_whole,
     remove_leftovers,
     require_room,
 )
 from training.params import parse
 from training.resume import SETTINGS_ENTRY, Position
-from training.run import LOCK, TrainingRun, lock_folder
+from training.run import TrainingRun
 from training.stopping import Preemption
 from training.train import Trainer, require_finite
 
