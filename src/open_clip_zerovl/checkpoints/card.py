@@ -43,7 +43,7 @@ _RETRIEVAL = {"type": "image-text-retrieval", "name": "Image-text retrieval"}
 _CLASSES = {"type": "zero-shot-image-classification", "name": "Zero-shot image classification"}
 
 
-def read_front_matter(folder: Path) -> dict[str, Any]:
+def _read_front_matter(folder: Path) -> dict[str, Any]:
     """Read the OF_WEIGHTS entries of a folder's card.
 
     Returns:
@@ -73,7 +73,7 @@ def repositories_of(name: str) -> list[str]:
     """
     folder = Path(name.partition(":")[2] if name.startswith((LOCAL_DIR, "hf:")) else name)
     if folder.expanduser().exists():
-        known = read_front_matter(folder.expanduser()).get("base_model", [])
+        known = _read_front_matter(folder.expanduser()).get("base_model", [])
         return [known] if isinstance(known, str) else list(known)
     kind, colon, rest = name.partition(":")
     if colon and kind == "timm":
@@ -88,7 +88,7 @@ def repositories_of(name: str) -> list[str]:
     return [repository.rstrip("/")] if repository else []
 
 
-def front_matter(
+def _front_matter(
     title: str,
     metrics: Mapping[str, float],
     params: Mapping[str, Any],
@@ -150,7 +150,7 @@ def _results(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
     return list(results.values())
 
 
-def as_text(entries: Mapping[str, Any]) -> str:
+def _as_text(entries: Mapping[str, Any]) -> str:
     """Write entries as the lines between a card's first two ---."""
 
     class Dumper(yaml.SafeDumper):
@@ -257,7 +257,7 @@ class ModelCard:
             "pipeline_tag": "zero-shot-image-classification",
             **({"license": self.licence} if self.licence else {}),
             "tags": ["clip", "zerovl"],
-            **(self.front or front_matter(title, metrics, params, self.base_models)),
+            **(self.front or _front_matter(title, metrics, params, self.base_models)),
         }
         folder = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
@@ -270,7 +270,7 @@ class ModelCard:
             vars(self)
             | {
                 "title": title,
-                "front": as_text(front),
+                "front": _as_text(front),
                 "about": _MODEL,
                 "here": FOLDER_HERE,
                 "import_line": IMPORT_LINE,
@@ -350,7 +350,10 @@ def folder_card(
     if parts is None:
         origin = f"Made from {_public(spec.name)}, a model of open_clip."
         return ModelCard(spec, weights, origin, base_models=[str(folder)], **options)
-    of_weights: dict[str, Any] = {"front": read_front_matter(folder), "body": parts[3].rstrip("\n")}
+    of_weights: dict[str, Any] = {
+        "front": _read_front_matter(folder),
+        "body": parts[3].rstrip("\n"),
+    }
     return ModelCard(spec, weights, parts[2], title=parts[1], **of_weights, **options)
 
 

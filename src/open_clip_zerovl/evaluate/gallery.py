@@ -91,7 +91,7 @@ def retrieval_examples(
         for model, (image_features, text_features) in exact.items():
             scores = (image_features @ text_features[query]).float()  # (I,)
             top[model] = [
-                RetrievedPicture(picture(i), sources[i], i in right) for i in best_of(scores, k)
+                RetrievedPicture(picture(i), sources[i], i in right) for i in _best_of(scores, k)
             ]
             rank[model] = 1 + int((scores > scores[target]).sum())
         examples.append(
@@ -100,7 +100,7 @@ def retrieval_examples(
     return examples
 
 
-def best_of(scores: Tensor, k: int) -> list[int]:
+def _best_of(scores: Tensor, k: int) -> list[int]:
     """Find the indices of the k largest scores, best first.
 
     Equal scores keep their order.
@@ -256,7 +256,7 @@ def _picture(shown: GallerySet, query: int) -> dict[str, Any]:
     """Describe a picture with its ten best captions, (caption, whether it is its own), and its own captions."""
     scores = shown.text_features.double() @ shown.image_features[query].double()
     captions = shown.captions_of[query]
-    top = [shown.captions[text] for text in best_of(scores.float(), MISSED_BEYOND)]
+    top = [shown.captions[text] for text in _best_of(scores.float(), MISSED_BEYOND)]
     return {
         "words": "; ".join(captions),
         "picture": thumbnail(shown.read_image(query)),

@@ -137,7 +137,7 @@ def evaluation_picture(
     return line_chart(lines, x="epochs", y=label, size=(8.6, 3.2), finish=finish)
 
 
-def course_picture(steps: Lines) -> bytes:
+def _course_picture(steps: Lines) -> bytes:
     """Draw the learning rate, samples a second, and the share of the time in which the first rank waited for data."""
     figure = new_figure(8.6, 2.6)
     at = [step["at"] for step in steps]
@@ -205,7 +205,7 @@ def _written(folder: Path, record: Mapping[str, list[dict[str, Any]]]) -> Path:
         and loss_picture(
             steps, {name: colours[name] for name in sources}, number(start.get("loss_at_chance"))
         ),
-        course=steps and course_picture(steps),
+        course=steps and _course_picture(steps),
         retrieval=evaluations and evaluation_picture(evaluations, colours),
         zero_shot=labelled
         and evaluation_picture(labelled, colours, "top1", "zero-shot top-1, %", 100),
