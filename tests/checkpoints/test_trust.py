@@ -166,6 +166,7 @@ def test_the_guard_is_gone_after_the_block(evil):
 def test_a_local_dir_without_a_whole_config(tmp_path, content, words):
     """For the first check of training and plan, and the check of the other commands."""
     (tmp_path / "open_clip_config.json").write_text(content)
+    (tmp_path / "open_clip_model.safetensors").touch()
     for opened in (check_model, load_model):
         with pytest.raises(UserError, match=words):
             opened(LOCAL_DIR + str(tmp_path))
