@@ -126,9 +126,8 @@ def _packed_attention() -> type[nn.Module]:
             adapter = self.active_adapters[0]
             sums = {"in_proj_weight": base.in_proj_weight + self.get_delta_weight(adapter)}
             if isinstance(base, nn.MultiheadAttention):  # reads this weight and calls no layer
-                sums["out_proj.base_layer.weight"] = (
-                    base.out_proj.weight + base.out_proj.get_delta_weight(adapter)
-                )
+                out: Any = base.out_proj  # peft's layer by now
+                sums["out_proj.base_layer.weight"] = out.weight + out.get_delta_weight(adapter)
             return torch.func.functional_call(base, sums, (query, *args), options)
 
     return PackedAttention
