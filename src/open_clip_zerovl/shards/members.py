@@ -204,8 +204,7 @@ def why_no_pairs(path: str | os.PathLike[str]) -> str:
         try:
             samples = [(key, set(files)) for key, files in locate_samples(path)]
         except tarfile.ReadError:  # compressed, or no tar
-            url = f"file:{os.fspath(path)}"
-            samples = [(key, set(files)) for key, files in stream_samples(url, wanted=())]
+            samples = [(key, set(files)) for key, files in stream_samples(path, wanted=())]
     except ShardError as error:
         return f"it cannot be read as a tar to its end ({error})"
     members: dict[str, set[str]] = {}
