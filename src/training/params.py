@@ -165,6 +165,10 @@ LATER = (
         "--fsdp --use-naflex --force-naflex-vision --force-naflex-patch-interp", THE_STEP, lambda f: f.own_step,
         "it takes a model as it is, in DistributedDataParallel; leave it out",
     ),
+    Later(
+        "--caption-z-loss-weight --caption-loss-compute-dtype --caption-loss-chunk-size --text-attention-mask", THE_STEP,
+        lambda f: f.own_step, "it is a setting of open_clip's own caption loss; leave it out",
+    ),
     Later("--fsdp", "--lora", lambda f: f.lora is not None, "it shards a model of one precision; leave it out"),
     Later(
         "--image-key --text-key --json-text-key --json-text-key-probs --max-image-pixels --length-bucketing "

@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
+import open_clip
 import torch
-from open_clip import create_loss as create_stock_loss
 from open_clip_train.distributed import is_master
 from torch import Tensor
 
@@ -45,6 +45,16 @@ from training.step_log import StepLog
 from training.stopping import Preemption, Stopped
 
 
+def _stock_loss(args: argparse.Namespace, model: torch.nn.Module | None) -> torch.nn.Module:
+    """Make open_clip's loss; since autumn 2026 `open_clip.create_loss` takes a type, and the training program its arguments."""
+    parameters = inspect.signature(open_clip.create_loss).parameters
+    if "args" in parameters:
+        return open_clip.create_loss(args, **({"model": model} if "model" in parameters else {}))
+    from open_clip_train.loss import create_loss_from_args
+
+    return create_loss_from_args(args, model)
+
+
 def create_loss(
     config: AllFlags, args: argparse.Namespace, model: torch.nn.Module | None = None
 ) -> torch.nn.Module:
@@ -55,17 +65,15 @@ def create_loss(
     Args:
         model: for open_clip's own function, where it takes one.
     """
-    takes_model = "model" in inspect.signature(create_stock_loss).parameters
-    stock_options = {"model": model} if takes_model else {}
     if config.distill_model is not None:
-        return create_stock_loss(args, **stock_options)
+        return _stock_loss(args, model)
     asked = {"positives": config.positives or "pair"}
     if captions(model):
         asked["weight"] = args.coca_contrastive_loss_weight
     if args.siglip:
         plain = not config.changes("loss_chunk", "positives")
         if plain and not captions(model):
-            return create_stock_loss(args, **stock_options)
+            return _stock_loss(args, model)
         return SigmoidLoss(
             chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked
         )

@@ -69,6 +69,7 @@ def test_sources_tokenizer_and_machine_decide():
     assert [chosen(facts(8_000, gpus=gpus, bf16=bf16))["precision"] for gpus, bf16 in ((0, False), (1, True), (1, False))] == [
         "fp32", "amp_bf16", "amp",
     ]  # fmt: skip
+    assert [chosen(facts(8_000, sigmoid=each))["siglip"] for each in (True, False)] == ["", None]
     assert (
         chosen(facts(1_000_000))["save-every-steps"] == "250"
         and chosen(facts(1_000))["save-every-steps"] is None

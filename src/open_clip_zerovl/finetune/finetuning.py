@@ -218,7 +218,24 @@ def _facts(request: FinetuneRequest, prepared: Prepared) -> Facts:
     except UserError:
         masks = False
     old = 0.0 if prepared.factors is None else request.share_kept
-    return Facts(sum(sources.values()), sources, masks, gpus, bf16, usable_cores(), old)
+    return Facts(
+        sum(sources.values()),
+        sources,
+        masks,
+        gpus,
+        bf16,
+        usable_cores(),
+        old,
+        has_logit_bias(prepared.before),
+    )
+
+
+def has_logit_bias(model: str) -> bool:
+    """Return whether an exported folder's model adds a bias to its logits, as those trained by the sigmoid loss do."""
+    config = json.loads(
+        Path(model.removeprefix(LOCAL_DIR), CONFIG_FILE).read_text(encoding="utf-8")
+    )
+    return config["model_cfg"].get("init_logit_bias") is not None
 
 
 def _tokenizer(before: str) -> tuple[Any, int]:

@@ -53,6 +53,7 @@ class Facts:
         bf16: whether these multiply bf16.
         cores: CPU cores.
         old_share: share of --keep-data in an epoch.
+        sigmoid: whether the model has a bias of logits, which only the sigmoid loss trains.
     """
 
     samples: int
@@ -62,6 +63,7 @@ class Facts:
     bf16: bool
     cores: int
     old_share: float = 0.0
+    sigmoid: bool = False
 
     @property
     def ranks(self) -> int:
@@ -147,6 +149,13 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
             "freeze-norm-statistics",
             "",
             "batch norms, where the towers have some, keep the statistics of the model before",
+        ),
+        Setting(
+            "siglip",
+            "" if facts.sigmoid else None,
+            "the loss that trained the model: it has a bias of logits"
+            if facts.sigmoid
+            else "softmax, the loss of CLIP",
         ),
         Setting(
             "captions",

@@ -199,7 +199,8 @@ def optimizer_step(
         optimizer.step()
     with torch.no_grad():
         for scale in scales:
-            scale.clamp_(0, MAX_LOGIT_SCALE)
+            if scale.requires_grad:  # a constant one stays where it is
+                scale.clamp_(0, MAX_LOGIT_SCALE)
 
 
 def _spared_by_open_clip(name: str, parameter: nn.Parameter) -> bool:
