@@ -274,10 +274,7 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
     "table": (
         inputs.make_table,
         {
-            "training": training("table.csv"),
-            "training, a caption an epoch": training("table.csv", captions="one-per-epoch"),
             "without a name": stock,
-            "retrieval": retrieval("{0}/table.csv@{0}"),
             "data pack": packing("table.csv"),
         },
     ),

@@ -1,4 +1,4 @@
-"""Each rule at each door: the same picture, caption and count in pack, training, retrieval, search, near and check."""
+"""Each rule at each door: one picture, caption and count in all commands that read pairs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
+from open_clip_zerovl.align.rows import open_sources as open_aligned
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.data.class_words import class_order
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import Crop, decode_image
 from open_clip_zerovl.data.pixels import decode_pixels
-from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
+from open_clip_zerovl.features.sources import SourceSamples
+from open_clip_zerovl.finetune.data import find_data, open_sources
 from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.prepare.dedup.overlap import find_overlap, open_test_sets
+from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.prepare.pack.classes import class_caption
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.settings import PackSettings, Work
@@ -88,7 +93,7 @@ def trained(data: str) -> Seen:
         return torch.zeros(len(captions))
 
     loader = loader_of(
-        parse_sources(f"x={data}", captions="one-per-epoch"),
+        parse_sources(as_shards(f"x={data}"), captions="one-per-epoch"),
         1,
         transform=lambda image: torch.tensor(look(image)),
         tokenizer=tokenize,
@@ -99,7 +104,8 @@ def trained(data: str) -> Seen:
 
 
 def retrieved(data: str) -> Seen:
-    dataset = open_retrieval_set(data)
+    (place,) = parse_retrieval_data(sets_as_shards(data)).values()
+    dataset = open_retrieval_set(place)
     rows = enumerate(dataset.samples)
     return {text: look(dataset.image(row)) for row, sample in rows for text in sample.captions}
 
@@ -117,7 +123,7 @@ def packed(data: str) -> Seen:
 
 
 def searched(data: str) -> Seen:
-    collection = open_collection(data)
+    collection = open_collection(data if Path(data).is_dir() else as_shards(data))
     contents = [
         content
         for number in range(len(collection.files))
@@ -126,7 +132,25 @@ def searched(data: str) -> Seen:
     return {caption(n): look(decode_image(content)) for n, content in enumerate(contents)}
 
 
-DOORS = {"pack": packed, "train": trained, "retrieval": retrieved, "search": searched}
+def finetuned(data: str) -> Seen:
+    (source,) = open_sources(find_data(data).train_data)
+    return of_samples([one for n in range(len(source.shards)) for one in samples_of(source, n)])
+
+
+def aligned(data: str) -> Seen:
+    samples = SourceSamples(open_aligned(find_data(data).train_data, "").opened)
+    every = [one for file in range(len(samples.sizes)) for one in samples.read(file)]
+    return {text: look(one.pictures[0]) for one in every for _, text in one.captions}
+
+
+DOORS = {
+    "pack": packed,
+    "train": trained,
+    "retrieval": retrieved,
+    "search": searched,
+    "finetune": finetuned,
+    "align": aligned,
+}
 
 
 # ------------------------------------------------------------------------------------------------ has the file ended?
@@ -180,7 +204,8 @@ def test_a_whole_tar_gives_all_pairs(tmp_path, tar, case):
     expected = {caption(n): look(picture(n)) for n in range(PAIRS)}
     compressed = case.endswith(("gzip", "gzips", "bzips", "xz"))
     for name, door in DOORS.items():
-        if not (compressed and name == "retrieval"):  # which reads by position
+        # which read by position
+        if not (compressed and name in ("retrieval", "align")):
             assert door(data) == expected, name
 
 
@@ -582,7 +607,7 @@ def test_a_folder_that_is_called_test_holds_no_test_set(tmp_path):
 
 
 def test_no_held_out_picture_is_trained_on(tmp_path):
-    """A table's rows of training alone; shards and parquet are refused unless they are named as held out."""
+    """Of a table the training rows are shown; shards are refused unless they are named as held out."""
     (table,) = a_column(tmp_path / "table")
     assert trained(str(table)).keys() == set(map(caption, SPLITS["train"]))
     assert retrieved(str(table)).keys() == set(map(caption, SPLITS["test"]))
@@ -596,8 +621,11 @@ def test_no_held_out_picture_is_trained_on(tmp_path):
     assert retrieved(str(folder)).keys() == set(map(caption, SPLITS["test"]))
     assert len(searched(str(folder))) == PAIRS
     (file,) = parquet_column(tmp_path / "parquet")
-    with pytest.raises(UserError, match="rows of 'val', 'test' in its column 'split'"):
+    assert trained(str(file)).keys() == set(map(caption, SPLITS["train"]))
+    (file,) = json_in_tars(tmp_path / "json")
+    with pytest.raises(UserError, match=r"0\.tar: the json of sample '0018' says 'val'.*data pack"):
         parse_sources(f"x={file}")
+    assert parse_sources(f"x={file}", evaluation=True)[0].num_samples == PAIRS
 
 
 # ------------------------------------------------------------------------------------------------- words for a class

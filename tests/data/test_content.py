@@ -13,6 +13,7 @@ from open_clip_zerovl.data.content import content_of_sources
 from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
+from open_clip_zerovl.prepare.door import as_shards
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 from support.pairs import picture
@@ -66,7 +67,7 @@ FORMS = {
     # form -> its content, the files of which each counts
     shards: (content_of_sources, ["train-00000.tar", "train-00001.tar"]),
     shards_of_classes: (content_of_sources, ["train-00000.tar", CLASS_NAMES]),
-    table: (content_of_sources, ["t.csv", "0.png", "2.png"]),
+    table: (lambda data: content_of_sources(as_shards(data)), ["t.csv", "0.png", "2.png"]),
     retrieval_set: (of_set, ["test/0.tar"]),
     folders_of_classes: (of_labelled, ["cat/2.png", "dog/1.png"]),
 }

@@ -17,6 +17,7 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.finetune.data import find_data, open_sources
 from open_clip_zerovl.prepare.dedup.overlap import find_overlap, open_test_sets
+from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.prepare.pack.inputs import open_input
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
@@ -42,7 +43,7 @@ def captions_of(sources) -> list[str]:
 
 
 def retrieved(data: str) -> list[str]:
-    (place,) = parse_retrieval_data(data).values()
+    (place,) = parse_retrieval_data(sets_as_shards(data)).values()
     return sorted(text for texts in open_retrieval_set(place).captions() for text in texts)
 
 
@@ -51,15 +52,17 @@ def packed_rows(data: str) -> list[str]:
 
 
 def seen_pictures(data: str) -> int:
-    collection = open_collection(data)
+    collection = open_collection(data if Path(data).is_dir() else as_shards(data))
     return sum(len(list(collection.pictures(number))) for number in range(len(collection.files)))
 
 
 DOORS = {
-    "train": lambda data: captions_of(parse_sources(f"x={data}")),
+    "train": lambda data: captions_of(parse_sources(as_shards(f"x={data}"))),
     "retrieval": retrieved,
     "finetune": lambda data: captions_of(open_sources(find_data(data).train_data)),
-    "align": lambda data: captions_of(open_aligned(f"x={data}", f"h={data}").opened[:1]),
+    "align": lambda data: captions_of(
+        open_aligned(as_shards(f"x={data}"), sets_as_shards(f"h={data}")).opened[:1]
+    ),
     "pack": packed_rows,
 }
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -116,18 +114,6 @@ def test_captions_are_counted(folder):
     assert caption_starts(source).tolist() == [0, 4, 8, 12, 15, 19, 20, 24, 25, 26, 30, 34, 38]
 
 
-def test_captions_of_a_selection_are_counted(folder):
-    """Those of the samples that it takes from its shards."""
-    (source,) = parse_sources(f"a={folder}", captions=CAPTIONS)
-    every, starts = np.diff(caption_starts(source)), source.starts
-    taken = [np.arange(1, size, 2) for size in source.sizes]
-    cluster = replace(source, sizes=tuple(map(len, taken)), picked=np.concatenate(taken))
-    wanted = [
-        int(every[begin + i]) for begin, places in zip(starts, taken, strict=False) for i in places
-    ]
-    assert np.diff(caption_starts(cluster)).tolist() == wanted
-
-
 @pytest.mark.parametrize(
     "text", ["txt=0.5,syn=0.4", "txt=0.5,txt=0.5", "txt=x,syn=1", "=1", "txt=-1,syn=2"]
 )
@@ -136,15 +122,12 @@ def test_bad_shares_are_refused(text):
         caption_fields(text)
 
 
-def test_other_words_and_tables_are_refused(tmp_path):
+def test_other_words_are_refused(tmp_path):
     assert next(out_of_range(AllFlags(captions="some"))).startswith(
         "--captions some is out of range; give one-per-epoch, all, first, joined or FIELD=SHARE,..."
     )
     with pytest.raises(UserError, match="unknown --captions 'some'; use one of one-per-epoch, all"):
         parse_sources(f"a={tmp_path}", captions="some")
-    (tmp_path / "pairs.csv").write_text("filepath\ttitle\na.png\ta\n")
-    with pytest.raises(UserError, match="is a table, whose samples have no fields"):
-        parse_sources(f"a={tmp_path}/pairs.csv", captions=CAPTIONS)
 
 
 @pytest.mark.parametrize(

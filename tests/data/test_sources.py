@@ -102,7 +102,11 @@ def test_is_named():
             None,
             "holds no [*].tar shards; .* `zerovl data pack .*/empty --out DIR`",
         ),
-        ("a={tmp}/x.parquet", None, "x.parquet does not exist"),
+        (
+            "a={tmp}/x.csv",
+            None,
+            "is not shards: make them with `zerovl data pack .*x.csv --out DIR`",
+        ),
         (
             "a={tmp}/p/*.parquet",
             None,

@@ -14,10 +14,10 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.content import contents_of_shards
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.data.table import CsvFormat
 from open_clip_zerovl.features.embed import Pictures, embed
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.features.store import FeatureStore
+from open_clip_zerovl.prepare.door import as_shards
 from support.pairs import picture
 from support.tars import write_tar
 
@@ -198,7 +198,8 @@ def test_a_copy_or_a_touch_changes_no_content_and_a_changed_byte_does(tmp_path, 
     (tmp_path / "data").mkdir()
 
     def contents(folder: Path) -> list[str]:
-        return contents_of_shards(parse_sources(data.replace("/data", f"/{folder.name}"))[0])
+        (source,) = parse_sources(as_shards(data.replace("/data", f"/{folder.name}")))
+        return contents_of_shards(source)
 
     data = form(tmp_path / "data")
     before = contents(tmp_path / "data")
@@ -216,12 +217,3 @@ def test_a_copy_or_a_touch_changes_no_content_and_a_changed_byte_does(tmp_path, 
     assert after != before and len(after) == len(before)
     if form is shards:
         assert after[0] == before[0]
-
-
-def test_rows_of_another_caption_column_are_others(tmp_path):
-    data = table(tmp_path)
-    titles, longs = (
-        parse_sources(data, table_format=CsvFormat(image_key="filepath", caption_key=key))[0]
-        for key in ("title", "long")
-    )
-    assert contents_of_shards(titles) != contents_of_shards(longs)

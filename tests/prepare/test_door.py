@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import multiprocessing
 import os
@@ -11,6 +12,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import user_cache
@@ -19,8 +22,10 @@ from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare import door
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
+from open_clip_zerovl.prepare.pack.inputs import open_input
 from open_clip_zerovl.prepare.pack.packing import pack
-from open_clip_zerovl.prepare.settings import Work
+from open_clip_zerovl.prepare.settings import Columns, Work
+from support.loopback import Handler, Server, serving
 from support.pairs import picture
 from training.resume import described
 
@@ -221,3 +226,88 @@ def test_a_retrieval_set_is_its_split_or_all_of_a_table_without_splits(tmp_path)
     Path(table).write_text("\n".join(["filepath,title,split", *rows]) + "\n")
     sets = parse_retrieval_data(sets_as_shards(f"s={tmp_path}/in"))
     assert list(sets) == ["s"] and len(open_retrieval_set(sets["s"])) == 2
+
+
+@pytest.mark.timeout(60)
+def test_rotten_rows_are_refused_with_their_reasons(tmp_path):
+    """A pipe or a device as picture does not hang."""
+    write_table(tmp_path / "in", 11)
+    (tmp_path / "in/3.png").unlink()
+    (tmp_path / "in/4.png").write_bytes(b"rotten")
+    (tmp_path / "in/9.png").unlink()
+    os.mkfifo(tmp_path / "in/9.png")
+    rows = [f"{n}.png\ttitle {n}".encode() for n in range(11)]
+    rows[5], rows[6], rows[7] = b"5.png", b"6.png\t\xff\xfe", b"\x007.png\tx"
+    rows[10] = b"/dev/zero\tdevice"
+    table = tmp_path / "in/pairs.tsv"
+    table.write_bytes(b"\n".join([b"\xef\xbb\xbffilepath\ttitle", *rows]) + b"\n\n")
+    (tmp_path / "in/pairs.csv").unlink()
+    said: list[str] = []
+    (source,) = parse_sources(as_shards(f"t={tmp_path}/in", say=said.append))
+    assert set(pairs(source)) == {f"title {n}" for n in (0, 1, 2, 8)}
+    for reason in ("1 broken picture", "1 caption not UTF-8", "1 fewer fields than the header"):
+        assert reason in said[-1], said
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=12),
+        min_size=1,
+        max_size=150,
+    )
+)
+def test_rows_are_found_again_whatever_is_quoted_in_them(tmp_path_factory, captions):
+    path = tmp_path_factory.mktemp("table") / "t.csv"
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["image", "caption"])
+        writer.writerows((f"{number}.png", caption) for number, caption in enumerate(captions))
+    for number in range(len(captions)):
+        (path.parent / f"{number}.png").touch()
+    rows = [(row.name, row.captions) for row in open_input(path, Columns()).rows()]
+    assert rows == [(f"{number}.png", [caption]) for number, caption in enumerate(captions)]
+
+
+class Hub(Handler):
+    """The hub's answers: the files of a repository's folder `data`, and their content."""
+
+    def do_GET(self) -> None:
+        folder = self.server.folder
+        if "/api/" not in self.path:
+            assert self.path.startswith("/datasets/me/cc/resolve/v1/data/")
+            self.answer(200, (folder / self.path.rpartition("/")[2]).read_bytes())
+            return
+        answer = [
+            {"type": "file", "path": f"data/{path.name}", "size": 4, "oid": "0"}
+            for path in folder.iterdir()
+        ]
+        if "/data?" not in self.path:
+            answer = (
+                [{"type": "directory", "path": "data", "oid": "0"}]
+                if "/tree/" in self.path
+                else {"id": "me/cc"}
+            )
+        self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    do_HEAD = do_GET
+
+
+def test_a_star_names_the_files_of_a_data_set_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    folder = Path(parquet(tmp_path / "rows")).parent
+    data = "cc=hf://datasets/me/cc@v1/data/*.parquet"
+    with serving(Server(Hub)) as hub:
+        hub.folder = folder
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        (source,) = parse_sources(as_shards(data))
+        assert pairs(source) == {f"caption {number}": picture(number) for number in range(PAIRS)}
+        with pytest.raises(
+            UserError, match=r"no file is named like hf://datasets/me/cc@v1/data/\*\.pq"
+        ):
+            as_shards("cc=hf://datasets/me/cc@v1/data/*.pq")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        UserError, match=r"files of hf://.* cannot be listed \(.*\); check the address"
+    ):
+        as_shards("cc=hf://datasets/me/dd/*.parquet")

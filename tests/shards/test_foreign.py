@@ -6,8 +6,6 @@ import os
 
 import pytest
 
-from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.pictures import picture_files
 from open_clip_zerovl.shards.texts import encoding_of
@@ -38,12 +36,6 @@ def test_a_byte_order_mark_tells_the_encoding(encoding):
     text = "gr\u00f6\u00dfe \u72d7\n"
     content = text.encode(encoding)
     assert content.decode(encoding_of(content)) == text
-
-
-def test_a_table_in_utf_16_gets_a_sentence(tmp_path):
-    (tmp_path / "t.csv").write_text("filepath,title\na.png,a\n", encoding="utf-16")
-    with pytest.raises(UserError, match=r"t\.csv is UTF-16 text; save it as UTF-8"):
-        open_table(str(tmp_path / "t.csv"))
 
 
 def test_the_pictures_of_a_folder_are_found_once_and_links_in_a_circle_end(tmp_path):

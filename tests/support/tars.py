@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from open_clip_zerovl.shards.members import read_samples
-
 
 def encoded(image: Image.Image, form: str = "PNG", **options) -> bytes:
     """A picture as the bytes of a file, in one of Pillow's formats."""
@@ -51,25 +49,6 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
         for name, content in members:
             add_file(tar, name, content)
     return path
-
-
-def as_parquet(folder: Path, *, rows_in_group: int = 6) -> str:
-    """The shards of a folder as parquet beside them, with Hugging Face's image column; returns a --train-data component."""
-    import pyarrow.parquet
-
-    for shard in sorted(folder.glob("*.tar")):
-        rows = [
-            {
-                "image": {"bytes": one.files["png"], "path": f"{one.key}.png"},
-                "text": one.files["txt"].decode(),
-            }
-            for one in read_samples(shard)
-        ]
-        table = pyarrow.Table.from_pylist(rows)
-        pyarrow.parquet.write_table(
-            table, shard.with_suffix(".parquet"), row_group_size=rows_in_group
-        )
-    return f"{folder}/*.parquet"
 
 
 def ids_of(captions: list[str]) -> torch.Tensor:

@@ -167,12 +167,12 @@ def check(
     Raises:
         UserError: a fault, a table, or a folder that cannot be read.
     """
-    from open_clip_zerovl.data.table import find_table
+    from open_clip_zerovl.data.components import kind_of
     from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
 
-    if (table := find_table(str(folder))) is not None:
+    if kind_of(str(folder)).kind == "table":
         raise UserError(
-            f"{table} is a table, whose rows `zerovl data pack` checks; give a folder of shards"
+            f"{folder} is a table, whose rows `zerovl data pack` checks; give a folder of shards"
         )
     if sizes:
         counted = write_sizes(folder, threads=threads)

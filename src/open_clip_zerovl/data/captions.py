@@ -118,8 +118,6 @@ def caption_starts(source: Source) -> np.ndarray | None:
     fields = field_names(source.captions)
     if source.captions != "one-per-epoch" and not fields:
         return None
-    if source.table is not None:
-        return np.concatenate([[0], np.asarray(source.table.ends, dtype=np.int64)])
     counts = np.ones(source.num_samples, dtype=np.int64)
     for number, shard in enumerate(source.shards):
         begin, end = int(source.starts[number]), int(source.starts[number + 1])
@@ -138,16 +136,9 @@ def caption_starts(source: Source) -> np.ndarray | None:
         except tarfile.ReadError as error:
             raise UserError(
                 f"shard {shard} of source {source.name!r} is not a plain tar ({error}): its captions cannot be counted; unpack "
-                f"it (parquet: `zerovl data pack`), or leave '--captions {source.captions}' out"
+                f"it, or leave '--captions {source.captions}' out"
             ) from error
-        chosen = (
-            caption_counts
-            if source.picked is None
-            else caption_counts[
-                source.picked[begin:end][source.picked[begin:end] < len(caption_counts)]
-            ]
-        )
-        counts[begin : min(end, begin + len(chosen))] = chosen[: end - begin]
+        counts[begin : min(end, begin + len(caption_counts))] = caption_counts[: end - begin]
     return np.concatenate([[0], np.cumsum(counts)])
 
 

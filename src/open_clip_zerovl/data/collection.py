@@ -1,6 +1,6 @@
 """The pictures that are searched: a folder of them with all below it, shards, or the pictures of a table.
 
-The files of a collection are the pictures of a folder or a table, or the tars of shards. A picture is a file of its own,
+The files of a collection are the pictures of a folder, or the tars of shards. A picture is a file of its own,
 or a sample of a tar.
 
     /photos            a/1.jpg b/2.png             Picture("a/1.jpg"), Picture("b/2.png")
@@ -24,7 +24,6 @@ from open_clip_zerovl.data.reading import picture_file
 from open_clip_zerovl.data.samples import origin_of, samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.splits import SPLITS
-from open_clip_zerovl.data.table import EXTENSIONS
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import PICTURE_WORDS, picture_files
 
@@ -88,13 +87,13 @@ class Collection:
 
 
 def open_collection(data: str) -> Collection:
-    """The pictures of a folder, of shards (a folder of tars, a pattern, `name=...::name=...`) or of a table (CSV, TSV).
+    """Collect the pictures of a folder or of shards (a folder of tars, a pattern, `name=...::name=...`).
 
     Raises:
         UserError: nothing there, no picture in it, or a source that cannot be read.
     """
     folder = Path(data).expanduser()
-    if folder.is_file() and folder.suffix.lower() not in (".tar", *EXTENSIONS):
+    if folder.is_file() and folder.suffix.lower() != ".tar":
         raise UserError(
             f"{data} is a file: give a folder of pictures, shards (.tar) or a table (.csv, .tsv)"
         )
@@ -109,12 +108,7 @@ def open_collection(data: str) -> Collection:
     else:
         every = "::".join(map(_every_split, data.split("::")))
         for source in parse_sources(every, evaluation=True):
-            if (table := source.table) is None:
-                shards += [(source, number) for number in range(len(source.shards))]
-                continue
-            names |= {table.image_path(sample.image): sample.image for sample in table.samples()}
-    if names and shards:
-        raise UserError(f"{data} has both shards and tables: search them one after the other")
+            shards += [(source, number) for number in range(len(source.shards))]
     files: list[File] = []
     for source, number in shards:
         path = source.shards[number]

@@ -1,11 +1,9 @@
 """The components of `--train-data`, `--retrieval-data`, `--data` ..., separated by `::`, and the kind of each.
 
     kind           written as
-    shards         a folder of *.tar or *.parquet, a list of them (/d/{00000..00099}.tar, /d/*.parquet), URLs; remote
-                   SHARDS@FILE.json names their sizes
+    shards         a folder of *.tar, a list of them (/d/{00000..00099}.tar), URLs; remote SHARDS@FILE.json names their sizes
     table          a .csv or .tsv of pairs, or a folder with one; TABLE@PICTURES
     annotations    Karpathy's .json; JSON@PICTURES
-    selection      NAME.selection.json, a source without some of its samples (`zerovl finetune` writes it)
     packed         an output of `zerovl data pack` (pack.json)
     benchmark      a retrieval set in CLIP_benchmark's layout (dataset_type.txt, test/nshards.txt, test/0.tar)
     folder         any other folder
@@ -25,12 +23,12 @@ import braceexpand
 import yaml
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.selection import SELECTION
 from open_clip_zerovl.data.splits import SPLITS
-from open_clip_zerovl.data.table import EXTENSIONS, PACKED
-from open_clip_zerovl.shards.urls import REMOTE, is_command, is_parquet, local_path, matching_urls
+from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path, matching_urls
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, read_sizes
 
+EXTENSIONS = (".csv", ".tsv")  # of tables
+PACKED = "pack.json"  # marks an output of `zerovl data pack`
 _NAMED_SIZES = re.compile(r"(.+)@([^@]+\.json)", re.DOTALL)
 _MANIFEST = re.compile(r"""["']?sources["']?\s*:""")
 _ANNOTATIONS = re.compile(r"(.+?\.(?:json|csv|tsv))(?:@(.+))?", re.IGNORECASE)
@@ -64,8 +62,6 @@ def kind_of(text: str) -> Component:
     path = os.path.expanduser(text)
     if Path(path).is_dir():
         return Component(_kind_of_folder(path), path)
-    if path.endswith(SELECTION):
-        return Component("selection", path)
     if path.lower().endswith((".yaml", ".yml", ".json")) and os.path.isfile(path):
         check_no_manifest(path)
     if (annotations := _ANNOTATIONS.fullmatch(path)) is not None:
@@ -143,7 +139,7 @@ def _kind_of_folder(folder: str) -> str:
 
 
 def expand_shards(pattern: str) -> tuple[str, ...]:
-    """The shards of a folder, or of a pattern with braces or *. The shards of a folder without tars are its parquet files.
+    """List the shards of a folder, or of a pattern with braces or *.
 
     Raises:
         UserError: a folder without shards, a pattern of no files, or braces that do not match.
@@ -156,11 +152,9 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
     }
     names = {path.name for path in Path(pattern).glob("*.tar")} | listed
     if not names:
-        names = {name for name in os.listdir(pattern) if is_parquet(name) and name[0] != "."}
-    if not names:
         raise UserError(
-            f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards or of parquet, or make shards of its "
-            f"pictures with `zerovl data pack {pattern} --out DIR`"
+            f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards, or make shards of its pictures with "
+            f"`zerovl data pack {pattern} --out DIR`"
         )
     return tuple(str(Path(pattern, name)) for name in sorted(names))
 

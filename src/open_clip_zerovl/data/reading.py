@@ -13,7 +13,7 @@ determines the sample that replaces a lost one. An epoch can therefore be entere
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,7 +116,7 @@ class Reading:
         Raises:
             ShardError: the shard cannot be read, or holds fewer samples than were counted.
             Surplus: it has more samples than were counted.
-            UserError: several remote shards in a row do not come, a shard's URL cannot be opened, or a table has changed.
+            UserError: several remote shards in a row do not come, or a shard's URL cannot be opened.
         """
         self.opens(shard)
         try:
@@ -143,31 +143,12 @@ class Reading:
 
     def _open(self, shard: int, start: int, position: int) -> Generator[RawSample, None, None]:
         source, size = self.source, self.source.sizes[shard]
-        if source.table is not None:
-            yield from self._rows(shard, start, position)
-            return
         with closing(self._shards.members(shard, start)) as members:
             for offset, (key, texts, image) in enumerate(members, start):
                 if offset == size:
                     raise Surplus
                 place = position + offset - start
                 yield self._raw(image, texts, key, source.shards[shard], place)
-
-    def _rows(self, block: int, start: int, position: int) -> Iterator[RawSample]:
-        table, first = self.source.table, int(self.source.starts[block])
-        assert table is not None
-        samples = table.samples(first + start, first + self.source.sizes[block])
-        for place, sample in enumerate(samples, position):
-            path = table.image_path(sample.image)
-            if sample.readable:
-                captions = sample.captions[: 1 if self.source.captions == "first" else None]
-                yield self._raw(picture_file(path), captions or None, path, table.path, place)
-            else:
-                fault = Fault(
-                    "unreadable row",
-                    "is a row that cannot be read (a warning named its line when the table was opened)",
-                )
-                yield RawSample(b"", "", self.index, place, path, table.path, fault)
 
     def _raw(
         self,
@@ -183,12 +164,6 @@ class Reading:
         if image is None:
             named = f"{PICTURE_WORDS} after the first dot of a file's name, where its key ends"
             fault = Fault("no image", f"has no image ({named})")
-            if self.source.table is not None:
-                fault = Fault("no image", "has no image file that can be read")
-            elif self.source.columns is not None:
-                fault = Fault(
-                    "no image", f"has no picture in its column {self.source.columns.picture!r}"
-                )
         elif texts is None:
             fault = Fault(
                 "no caption",
@@ -263,11 +238,6 @@ def _from_disk(
 
 def wrong_size(source: Source, shard: int, count: int | str) -> str:
     """The sentence for a shard whose number of samples differs from the count."""
-    if source.picked is not None:
-        return (
-            f"shard {source.shards[shard]} held {source.sizes[shard]} samples of source {source.name!r} when samples were "
-            f"held out of it and holds {count}; fetch it again"
-        )
     return (
         f"shard {source.shards[shard]} of source {source.name!r} was counted with {source.sizes[shard]} samples and holds "
         f"{count}; correct its entry in sizes.json, or remove the entry to have the shard counted"

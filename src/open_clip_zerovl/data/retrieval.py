@@ -8,15 +8,12 @@
 
 **Shards as training reads them**, a folder of *.tar or a list like `/d/{00000..00003}.tar`: samples as above.
 
-**Karpathy's JSON** (`dataset_coco.json`, `dataset_flickr30k.json`) and **tables** (CSV or TSV, with the columns
-`image,image_id,caption,caption_id` of ZeroVL or `filepath,title` of open_clip), both with the pictures as files in a folder:
+**Karpathy's JSON** (`dataset_coco.json`, `dataset_flickr30k.json`) with the pictures as files in a folder:
 
     ANNOTATIONS@PICTURES        the file of annotations, and the folder of its pictures
     ANNOTATIONS                 the pictures lie beside it, or in `images/` beside it
-    FOLDER                      with one table and no tar
 
-Rows with one image_id are captions of one image; in a table without that column, rows with one path. Shards and tables are one
-split, unless the shards' names or a column of the table say several (`splits`).
+Shards are one split, unless their names say several (`splits`). Tables become shards before they come here (`prepare.door`).
 
 Each picture is looked up, so that a missing one is named before a model is loaded; `indexed` reads them.
 """
@@ -43,7 +40,6 @@ from open_clip_zerovl.data.indexed import (
     picture_batches,
 )
 from open_clip_zerovl.data.splits import shards_of_split
-from open_clip_zerovl.data.table import open_table
 from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION
 from open_clip_zerovl.shards.texts import BadCaption, caption_lines, caption_of
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
@@ -134,10 +130,8 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ind
             tar, annotations of another form, a sample without captions or image; the sentence names file and key.
     """
     component = kind_of(os.fspath(path))
-    read = {"shards": _read_shards, "table": _read_table, "annotations": _read_annotations}.get(
-        component.kind, _read_benchmark
-    )
-    samples = list(read(component, split))
+    read = {"shards": _read_shards, "annotations": _read_annotations}
+    samples = list(read.get(component.kind, _read_benchmark)(component, split))
     if not samples:
         raise UserError(
             f"{component.path} holds no sample: expected KEY.png (or jpg, webp) and KEY.txt in its shards"
@@ -162,29 +156,6 @@ def _read_annotations(component: Component, split: str) -> Iterator[IndexedSampl
         yield IndexedSample(str(image.image_id), place, captions=image.captions)
 
 
-def _read_table(component: Component, split: str) -> Iterator[IndexedSample]:
-    table = open_table(component.path, by_image=True, strict=True, split=split)
-    component = replace(component, path=table.path)
-    numbers = {name: number for number, name in enumerate(table.columns)}
-    images: list[str] = []
-    samples: list[IndexedSample] = []
-    for sample in table.samples():
-        where = f"{table.path}, row {sample.numbers[0] + 1}"
-        if any(len(row) < len(table.columns) for row in sample.rows):
-            raise UserError(f"{where}: the row has fewer fields than the header")
-        key = sample.rows[0][numbers["image_id"]] if "image_id" in numbers else sample.image
-        ids = [row[numbers["caption_id"]] for row in sample.rows] if "caption_id" in numbers else []
-        if len(set(ids)) < len(ids):
-            raise UserError(
-                f"{where}: a caption_id of image {key} appears twice ({', '.join(ids)})"
-            )
-        captions = _captions(sample.captions, f"{where}: image {key}")
-        images.append(sample.image)
-        samples.append(IndexedSample(key, "", captions=captions))
-    for place, sample_ in zip(_find_pictures(component, images), samples, strict=True):
-        yield replace(sample_, file=place)
-
-
 def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
     """The files of pictures by name, in a folder and in its subfolders (COCO's train2014, val2014), or by relative path.
 
@@ -201,10 +172,7 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
     for folder in filter(Path.is_dir, folders):
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if entry.is_file():
-                places = direct.setdefault(entry.name, [])
-                # A table's paths begin at its own folder, for training too; annotations name no folder.
-                if not places or component.kind == "annotations":
-                    places.append(Path(entry.path))
+                direct.setdefault(entry.name, []).append(Path(entry.path))
             elif entry.is_dir():
                 for inner in os.scandir(entry.path):
                     if inner.is_file():
@@ -244,7 +212,7 @@ def _read_benchmark(component: Component, split: str) -> Iterator[IndexedSample]
     mark, count_file = folder / RETRIEVAL_MARK, folder / split / SHARD_COUNT
     if not mark.is_file() or mark.read_text(encoding="utf-8").strip().lower() != "retrieval":
         raise UserError(
-            f"{folder} is not a retrieval set: shards, a table, or a {RETRIEVAL_MARK} with the word 'retrieval' are missing "
+            f"{folder} is not a retrieval set: shards, or a {RETRIEVAL_MARK} with the word 'retrieval' are missing "
             "(`zerovl data pack` writes it with --test-share; docs/data.md shows the layouts)"
         )
     if not count_file.is_file():

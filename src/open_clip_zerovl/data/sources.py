@@ -28,26 +28,21 @@ from typing import NamedTuple
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.columns import Chosen, listed
 from open_clip_zerovl.data.components import expand_shards, kind_of, pack_file, packed_folders
 from open_clip_zerovl.data.names import (
     CAPTIONS,
     CLASS_NAMES,
     NAME,
-    field_names,
     file_of_words,
     is_captions,
 )
-from open_clip_zerovl.data.parquet import open_files
-from open_clip_zerovl.data.selection import Selection, load_selection
 from open_clip_zerovl.data.sizes import listed_sizes
-from open_clip_zerovl.data.splits import require_training, shards_of_split
-from open_clip_zerovl.data.table import CsvFormat, CsvTable, block_sizes, open_table
+from open_clip_zerovl.data.splits import require_training, require_training_samples, shards_of_split
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.members import BYTES_BEHIND, ShardError, locate_samples, stream_samples
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
-from open_clip_zerovl.shards.urls import REMOTE, check_openable, is_parquet, local_path
+from open_clip_zerovl.shards.urls import REMOTE, check_openable, local_path
 from open_clip_zerovl.shards.writing import SHARD_COUNT
 
 
@@ -57,25 +52,18 @@ class Source:
 
     Attributes:
         name: in logs, counts and messages.
-        shards: paths or URLs of its webdataset tars, in the order given; of a table, its path once for each block of rows.
+        shards: paths or URLs of its webdataset tars, in the order given.
         sizes: samples in each shard, in the same order.
         weight: passes over the source in one epoch (1 = each sample once; invariant 3 of the architecture).
-        table: the scanned table, of a source that is one.
         captions: of CAPTIONS, for images with several; FIELD=SHARE,... (`names.caption_fields`); None shows the whole text of a
             sample.
-        picked: (n,) of a selection the numbers of its samples in their shards, shard after shard and ascending; None for a
-            source that has all samples of its shards.
-        columns: those of its parquet files; None without such files.
     """
 
     name: str
     shards: tuple[str, ...]
     sizes: tuple[int, ...]
     weight: float = 1.0
-    table: CsvTable | None = None
     captions: str | None = None
-    picked: np.ndarray | None = None
-    columns: Chosen | None = None
 
     @property
     def num_samples(self) -> int:
@@ -95,7 +83,7 @@ class Source:
     @property
     def class_folder(self) -> Path | None:
         """The folder with the names of its classes; None if it was not packed from folders of classes."""
-        first = local_path(self.shards[0]) if self.shards and self.table is None else None
+        first = local_path(self.shards[0]) if self.shards else None
         names = file_of_words(Path(first).parent, CLASS_NAMES) if first is not None else None
         return names.parent if names is not None else None
 
@@ -107,9 +95,7 @@ class Source:
 
     @property
     def layout(self) -> str:
-        """The source's form, for logs: "281 shards" or "table pairs.csv"."""
-        if self.table is not None:
-            return f"table {os.path.basename(self.table.path)}"
+        """The source's form, for logs: "281 shards"."""
         return f"{len(self.shards)} shard{'s' if len(self.shards) != 1 else ''}"
 
 
@@ -118,7 +104,6 @@ def parse_sources(
     weights: str | None = None,
     *,
     captions: str | None = None,
-    table_format: CsvFormat | None = None,
     on_bad_sample: str = "replace",
     cache: ShardCache | None = None,
     evaluation: bool = False,
@@ -132,20 +117,18 @@ def parse_sources(
             weight of a packed folder is that of each of its sources; one of them may also be named (`mine-sbu=2`).
         captions: FIELD=SHARE,... draws each time from which field of a sample its caption comes (`names.caption_fields`).
             "one-per-epoch" shows one caption of an image an epoch, all of them in turn; "all" makes each caption a sample
-            of its own; "first" shows the first alone; "joined" all in one text. Several captions are the lines of a `txt`, or
-            the rows of a table with one image. None is "one-per-epoch" for shards that `zerovl data pack` wrote; of other
-            sources it shows a `txt` or a row as it is.
-        table_format: format of tables and columns of parquet files, if their header does not show them.
+            of its own; "first" shows the first alone; "joined" all in one text. Several captions are the lines of a `txt`.
+            None is "one-per-epoch" for shards that `zerovl data pack` wrote; of other sources it shows a `txt` as it is.
         on_bad_sample: "fail" refuses torn shards. "replace" counts the samples before the tear, and treats missing shards that
             a `sizes.json` lists as lost, both with a warning.
         cache: the folder of fetched files; None for the one in the user's cache.
         evaluation: the sources are read to evaluate a model, and may be retrieval sets; training refuses those.
-        split: the split that is read of an output of `zerovl data pack`, and of tables and shards that have several; with
+        split: the split that is read of an output of `zerovl data pack`, and of shards that have several; with
             `evaluation` all of these unless it is test or val.
 
     Raises:
         UserError: an empty component, a name given twice, missing shards, an unreadable `sizes.json`, remote shards without
-            a size or with captions="all", an unusable table, wrong number of weights, a weight that is not a
+            a size or with captions="all", data that are no shards, wrong number of weights, a weight that is not a
             positive number, or a weight for an unknown source.
     """
     if captions is not None and not is_captions(captions):
@@ -154,7 +137,6 @@ def parse_sources(
         )
     how = _Opening(
         captions,
-        table_format,
         on_bad_sample == "fail",
         cache or ShardCache(),
         evaluation,
@@ -185,7 +167,6 @@ class _Opening(NamedTuple):
     """Arguments of `parse_sources` that apply to every component."""
 
     captions: str | None
-    table_format: CsvFormat | None
     strict: bool
     cache: ShardCache
     evaluation: bool
@@ -201,27 +182,11 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     """The name of a component, given or found, and its sources: several for a packed folder, else one."""
     component = kind_of(pattern)
     path = component.path
-    if component.kind == "selection":
-        source = _open_selection(load_selection(path), how)
-        return name or source.name, [replace(source, name=name or source.name)]
-    if component.kind == "annotations" or (
-        component.kind == "table" and component.beside is not None
-    ):
+    if component.kind in ("table", "annotations"):
         raise UserError(
-            f"{pattern!r} names annotations, which `zerovl retrieval` and --retrieval-data take; a source is a folder of "
-            "shards, a list of shards, or a table beside its pictures (`zerovl data coco` and `f30k` write shards of "
-            "Karpathy's JSON)"
+            f"{pattern!r} is not shards: make them with `zerovl data pack {component.path} --out DIR`, as commands do by "
+            "themselves (`prepare.door.as_shards`)"
         )
-    if component.kind == "table":
-        name = name or _folder_name(path)
-        table = open_table(
-            path,
-            how.table_format,
-            by_image=how.captions in ("one-per-epoch", "first"),
-            strict=how.strict,
-            split=how.rows,
-        )
-        return name, [_of_table(name, table, how.captions)]
     if component.kind == "packed":
         name = name or Path(path).absolute().name
         return name, _open_packed(name, path, how)
@@ -244,59 +209,10 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
         shards = shards_of_split(shards, how.rows)
     for shard in shards:
         check_openable(shard)
+    if not how.evaluation:
+        require_training_samples(shards)
     name = name or _folder_name(shards[0])
     return name, [_of_shards(name, shards, component.beside, how)]
-
-
-def _open_selection(selection: Selection, how: _Opening) -> Source:
-    match = NAME.fullmatch(selection.data)
-    name, pattern = (match["name"], match["shards"]) if match else (None, selection.data)
-    _, opened = _open(name, pattern, how)
-    source = next((candidate for candidate in opened if candidate.name == selection.source), None)
-    if source is None:
-        raise UserError(f"{selection.data} has no source {selection.source!r} any more")
-    selection.check(source.shards)
-    return without(source, np.array(selection.left_out, dtype=np.int64))
-
-
-def without(source: Source, left_out: np.ndarray) -> Source:
-    """A source without the samples of these numbers, ascending; of a table without the samples of these rows.
-
-    Raises:
-        UserError: no sample is left, or each caption of the source's shards is a sample of its own.
-    """
-    if source.table is not None:
-        table = source.table.without(left_out)
-        part = replace(_of_table(source.name, table, source.captions), weight=source.weight)
-        count = len(table)
-    else:
-        _require_countable(source.name, source.captions)
-        numbers = source.picked
-        if numbers is None:
-            numbers = np.concatenate([np.arange(size, dtype=np.int32) for size in source.sizes])
-        rest = np.ones(source.num_samples, dtype=bool)
-        rest[left_out] = False
-        sizes = np.add.reduceat(np.append(rest, False), source.starts[:-1]).astype(int)
-        sizes[np.array(source.sizes) == 0] = 0
-        shards = tuple(shard for shard, size in zip(source.shards, sizes, strict=True) if size)
-        kept_sizes = tuple(size for size in sizes.tolist() if size)
-        part = replace(source, shards=shards, sizes=kept_sizes, picked=numbers[rest])
-        count = int(rest.sum())
-    if not count:
-        raise UserError(
-            f"all pictures of source {source.name!r} are held out; give it more pictures, or leave the source out"
-        )
-    return part
-
-
-def _require_countable(name: str, captions: str | None) -> None:
-    """UserError for captions="all" and a source that has some samples of its shards."""
-    if captions == "all":
-        raise UserError(
-            f"'--captions all' cannot count the captions of source {name!r}, whose shards hold samples of other sources, or "
-            "held-out ones, too; write them as shards of their own (`zerovl data pack "
-            "--test-share`), or give '--captions one-per-epoch'"
-        )
 
 
 def _open_packed(name: str, path: str, how: _Opening) -> list[Source]:
@@ -313,15 +229,6 @@ def _open_packed(name: str, path: str, how: _Opening) -> list[Source]:
             "held-out pictures"
         )
     return sources
-
-
-def _of_table(name: str, table: CsvTable, captions: str | None = None) -> Source:
-    if field_names(captions):
-        raise UserError(
-            f"source {name!r} is a table, whose samples have no fields; '--captions {captions}' needs shards"
-        )
-    sizes = block_sizes(len(table))
-    return Source(name, (table.path,) * len(sizes), sizes, table=table, captions=captions)
 
 
 def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
@@ -367,18 +274,29 @@ def _tell_of_dots(path: str | Path, key: str, files: Mapping[str, object]) -> No
         )
 
 
-def count_tar_captions(path: str | Path) -> int:
-    """Number of captions in a local webdataset tar, one a line of its `txt` members.
+def count_tar_captions(path: str | Path, *, torn: bool = False) -> int:
+    """Count the captions in a local webdataset tar, one a line of its `txt` members.
+
+    Args:
+        torn: count the captions of a torn tar before the tear, with a warning, instead of refusing it.
 
     Raises:
-        UserError: the file is not a readable, uncompressed tar.
+        UserError: the file is torn, or not a readable, uncompressed tar.
     """
     try:
-        return int(open_index(str(path)).captions.sum())
+        index = open_index(str(path))
     except (ShardError, tarfile.ReadError) as error:
         raise UserError(
             f"shard {path} cannot be read as a plain tar ({error}), which '--captions all' needs; fetch or unpack it"
         ) from error
+    count, (reason, words) = int(index.captions.sum()), index.torn
+    if reason:
+        if not torn or count == 0 or reason == BYTES_BEHIND:
+            raise UserError(
+                f"shard {path} cannot be read to its end ({words}); fetch or write it again"
+            )
+        logging.warning(f"Shard {path} is torn after {count} captions ({words}).")
+    return count
 
 
 def _folder_name(shard: str) -> str:
@@ -396,22 +314,17 @@ def _folder_name(shard: str) -> str:
 def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: _Opening) -> Source:
     """A source of shards. Their sizes in samples (or captions) come from a `sizes.json`; shards that it lacks are counted."""
     each_caption = how.captions == "all"
-    parquet = [shard for shard in dict.fromkeys(shards) if is_parquet(shard)]
-    tars = [shard for shard in shards if not is_parquet(shard)]
-    known = (
-        {} if each_caption else listed_sizes(shards if sizes_file else tars, sizes_file, how.cache)
-    )
+    known = {} if each_caption else listed_sizes(shards, sizes_file, how.cache)
     missing = [
         shard
         for shard in shards
         if (path := local_path(shard)) is not None and not os.path.isfile(path)
     ]
     remote = [shard for shard in shards if local_path(shard) is None]
-    uncounted = remote or parquet
-    if each_caption and uncounted:
+    if each_caption and remote:
         raise UserError(
-            f"'--captions all' cannot count the captions of remote shards and of parquet (source {name!r}, first "
-            f"{uncounted[0]}); copy or pack them here, or give '--captions one-per-epoch'"
+            f"'--captions all' cannot count the captions of remote shards (source {name!r}, first {remote[0]}); copy or pack "
+            "them here, or give '--captions one-per-epoch'"
         )
     lost = [shard for shard in missing if how.strict or shard not in known]
     if lost or len(missing) == len(shards):
@@ -424,15 +337,6 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
             f"Source {name}: {len(missing)} of {len(shards)} shards that sizes.json lists do not exist, first {missing[0]}; "
             f"other samples of the source replace their {sum(known[shard] for shard in missing)} samples."
         )
-    columns, style = None, how.table_format or CsvFormat()
-    if parquet:
-        rows, columns = open_files(
-            parquet, style.image_key, style.caption_key, how.cache, training=not how.evaluation
-        )
-        logging.info(
-            f"Source {name}: pictures in {columns.picture!r}, captions in {listed(columns.captions)}."
-        )
-        known.update(rows)
     unsized = [shard for shard in remote if shard not in known]
     if unsized:
         raise UserError(
@@ -448,11 +352,8 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
 
         def count(shard: str) -> int:
             path = local_path(shard) or shard
-            return (
-                count_tar_captions(path)
-                if each_caption
-                else count_tar_samples(path, torn=not how.strict)
-            )
+            counting = count_tar_captions if each_caption else count_tar_samples
+            return counting(path, torn=not how.strict)
 
         with ThreadPoolExecutor(max_workers=8) as pool:
             known.update(zip(unknown, pool.map(count, unknown), strict=True))
@@ -461,7 +362,7 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         raise UserError(
             f"source {name!r} holds no samples in its {len(shards)} shards; check the shards"
         )
-    source = Source(name, shards, sizes, captions=how.captions, columns=columns)
+    source = Source(name, shards, sizes, captions=how.captions)
     if how.captions is None and source.pack_file is not None:
         return replace(source, captions="one-per-epoch")
     return source

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.shards.members import ShardError, locate_samples, object_of, opened
+from open_clip_zerovl.shards.urls import local_path
 
+LOOKED_AT_SAMPLES = 100  # of a shard, for splits in their json
 SPLITS = ("train", "val", "test")  # of a packed source, a folder each
 _WORDS = {
     **dict.fromkeys(("train", "training", "restval", "trainval"), "train"),
@@ -89,6 +95,34 @@ def require_training(pattern: str, shards: Sequence[str]) -> None:
             f"{len(held_out)} of the {len(shards)} shards of {pattern} are held out by their names, first {held_out[0]}: name "
             f"the shards to train on, as {folder}/train-*.tar (or {folder}/{split_of_name(_file_name(held_out[0]))}-*.tar)"
         )
+
+
+def require_training_samples(shards: Sequence[str]) -> None:
+    """Refuse local tars whose samples say in their json that they are held out. The first ones of each shard are looked at.
+
+    Raises:
+        UserError: a sample of another split than train.
+    """
+    for shard in shards:
+        path = local_path(shard)
+        with suppress(OSError, ShardError, tarfile.ReadError):  # which counting names
+            for key, about in _first_objects(path) if path is not None else ():
+                column = split_column(list(about))
+                if column is None:
+                    return  # the tars of one program have one form
+                if split_of_word(about[column]) in ("val", "test"):
+                    raise UserError(
+                        f"{shard}: the json of sample {key!r} says {about[column]!r} ({column}), which is not trained on; "
+                        f"`zerovl data pack {shard} --out DIR` makes shards of each split"
+                    )
+
+
+def _first_objects(tar: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    with opened(tar) as descriptor, closing(locate_samples(tar)) as samples:
+        for key, members in islice(samples, LOOKED_AT_SAMPLES):
+            offset, size = members.get("json", (0, 0))
+            about = object_of(os.pread(descriptor, size, offset))
+            yield key, about or {}
 
 
 def _file_name(shard: str) -> str:

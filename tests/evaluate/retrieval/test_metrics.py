@@ -362,7 +362,7 @@ def test_no_sample_of_a_shard_is_lost_without_a_word(tmp_path):
     [
         ("", None, "does not exist"),
         (".", b"x", "not a readable, uncompressed tar"),
-        ("dataset_type.txt", None, "set is not a retrieval set: shards, a table"),
+        ("dataset_type.txt", None, "set is not a retrieval set: shards, or"),
         ("dataset_type.txt", b"classification", "is not a retrieval set"),
         ("test/nshards.txt", None, r"has no split 'test' with nshards\.txt; it has none"),
         ("test/nshards.txt", b"two", "number of shards, got 'two'"),

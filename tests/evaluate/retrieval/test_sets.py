@@ -24,11 +24,11 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.reading import Reading
+from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.evaluate.gallery import spread
+from open_clip_zerovl.prepare.door import sets_as_shards
 from support.scoring import score_checkpoint
 from support.tars import add_file
 from support.tiny_clip import captions, picture
@@ -101,18 +101,25 @@ def table(root: Path) -> str:
 # -- the formats -----------------------------------------------------------------------------------------------------
 
 
+def through_the_door(where: object) -> IndexedSet:
+    (place,) = parse_retrieval_data(sets_as_shards(str(where))).values()
+    return open_retrieval_set(place)
+
+
+def by_caption(dataset: IndexedSet) -> dict[tuple[str, ...], bytes]:
+    return {s.captions: dataset.image(n).tobytes() for n, s in enumerate(dataset.samples)}
+
+
 def test_three_formats_of_one_set_hold_the_same(sets):
-    first, *others = (
-        open_retrieval_set(where) for where in (sets / "wds", karpathy(sets), table(sets))
-    )
+    first, other = (open_retrieval_set(where) for where in (sets / "wds", karpathy(sets)))
     assert len(first) == len(COUNTS)
     assert first.num_captions() == sum(COUNTS)
     assert first.num_captions(5) == sum(min(count, 5) for count in COUNTS)
-    for other in others:
-        assert [s.captions for s in other.samples] == [s.captions for s in first.samples]
-        assert [s.key for s in other.samples] == [s.key for s in first.samples]
-        for i in range(len(first)):
-            assert other.image(i).tobytes() == first.image(i).tobytes()
+    assert [s.captions for s in other.samples] == [s.captions for s in first.samples]
+    assert [s.key for s in other.samples] == [s.key for s in first.samples]
+    for i in range(len(first)):
+        assert other.image(i).tobytes() == first.image(i).tobytes()
+    assert by_caption(through_the_door(table(sets))) == by_caption(first)
 
 
 def test_what_training_reads_is_a_retrieval_set_too(tmp_path, sets):
@@ -146,11 +153,9 @@ def test_what_training_reads_is_a_retrieval_set_too(tmp_path, sets):
         with (own / f"pairs{suffix}").open("w", newline="") as file:
             csv.writer(file, delimiter=separator).writerows([("filepath", "title"), *rows])
         for where in (own / f"pairs{suffix}", own, f"{own}/pairs{suffix}@{sets / 'flat'}"):
-            found = open_retrieval_set(where)
             # Rows with one path are captions of one image.
-            assert [sample.captions for sample in found.samples] == [
-                sample.captions for sample in truth
-            ]
+            found = through_the_door(where)
+            assert {s.captions for s in found.samples} == {s.captions for s in truth}
         (own / f"pairs{suffix}").unlink()
     names = parse_retrieval_data(f"{tmp_path}::{lists.replace(tmp_path.name, 'b')}::c/pairs.tsv")
     assert list(names) == [tmp_path.name, "b", "pairs"]
@@ -175,46 +180,16 @@ def test_pictures_are_found_beside_the_annotations_too(tmp_path, sets):
     # A path inside the folder, as a table may give it.
     rows = [("val2014/COCO_val2014_000000000003.jpg", 1, "a cat", 1)]
     nested = write_table(tmp_path / "nested.csv", rows)
-    assert open_retrieval_set(f"{nested}@{sets / 'coco'}").image(0).size == (48, 40)
+    assert through_the_door(f"{nested}@{sets / 'coco'}").image(0).size == (48, 40)
 
 
-def test_two_pictures_of_one_name_are_not_told_apart_by_chance(tmp_path):
-    rng = np.random.default_rng(0)
-    whole, small = picture(rng), picture(rng)
-    for folder, content in (("val", whole), ("val-256", small), ("val-again", whole)):
-        (tmp_path / "d" / folder).mkdir(parents=True)
-        (tmp_path / "d" / folder / "1.png").write_bytes(content)
-    table = tmp_path / "d" / "pairs.csv"
-    table.write_text("filepath,title\n1.png,a cat\n")
-    with pytest.raises(
-        UserError,
-        match=r"1 of the 1 pictures .* are in two folders .*: name the right folder, pairs.csv@FOLDER",
-    ):
-        open_retrieval_set(table)
-    assert (
-        open_retrieval_set(f"{table}@{tmp_path / 'd' / 'val'}").samples[0].file.read_bytes()
-        == whole
-    )
-    table.write_text("filepath,title\nval/1.png,a cat\n")
-    assert open_retrieval_set(table).samples[0].file.read_bytes() == whole
-    shutil.rmtree(tmp_path / "d" / "val-256")  # the same picture twice
-    table.write_text("filepath,title\n1.png,a cat\n")
-    assert open_retrieval_set(table).samples[0].file.read_bytes() == whole
-
-
-def test_a_table_has_its_pictures_beside_it_as_in_training_and_annotations_are_not_guessed_at(
-    tmp_path,
-):
+def test_pictures_of_annotations_are_not_told_apart_by_chance(tmp_path):
     rng = np.random.default_rng(0)
     (tmp_path / "images").mkdir()
     beside, other = picture(rng), picture(rng)
     (tmp_path / "1.png").write_bytes(beside)
     (tmp_path / "images/1.png").write_bytes(other)
-    table, annotations = tmp_path / "pairs.csv", tmp_path / "pairs.json"
-    table.write_text("filepath,title\n1.png,a cat\n")
-    (source,) = parse_sources(f"t={table}")
-    (trained,) = Reading(source, 0).samples(0, 0, 0)
-    assert open_retrieval_set(table).samples[0].file.read_bytes() == trained.image == beside
+    annotations = tmp_path / "pairs.json"
     one = {
         "filename": "1.png",
         "split": "test",
@@ -228,6 +203,11 @@ def test_a_table_has_its_pictures_beside_it_as_in_training_and_annotations_are_n
         open_retrieval_set(annotations)
     (tmp_path / "images/1.png").write_bytes(beside)
     assert open_retrieval_set(annotations).samples[0].file == tmp_path / "1.png"
+    # A table's paths begin at its own folder.
+    (tmp_path / "images/1.png").write_bytes(other)
+    (tmp_path / "pairs.csv").write_text("filepath,title\n1.png,a cat\n")
+    size = Image.open(io.BytesIO(beside)).convert("RGB").tobytes()
+    assert through_the_door(tmp_path / "pairs.csv").image(0).tobytes() == size
 
 
 def test_names_of_annotations(sets):
@@ -266,27 +246,13 @@ INFINITE = {
             "thing,title\nx,a cat\n",
             "is named like a picture .*; its columns are 'thing', 'title'",
         ),
-        ([], "holds no rows"),
-        ([(NAME, 1)], "row 1: the row has fewer fields"),
-        ([(NAME,)], "row 1: the row has fewer fields"),
-        (
-            [(NAME, 1, "a dog", 1, " running")],
-            r"cannot be read as CSV \(more fields than the header, line 2\); put quotes",
-        ),
-        ([(NAME, 1, " ", 7)], "row 1: image 1 has an empty caption"),
-        (
-            [(NAME, 1, "a", 7), (NAME, 1, "b", 7)],
-            r"row 1: a caption_id of image 1 appears twice \(7, 7\)",
-        ),
-        (
-            [(NAME, 1, "a", 7), (OTHER, 1, "b", 8)],
-            f"line 3: the image_id '1' is of two pictures .'{NAME}' and '{OTHER}'",
-        ),
-        ([("gone.jpg", 1, "a", 7)], r"1 of the 1 pictures .*first: gone\.jpg"),
-        (
-            "image,image_id,caption,caption_id\nx,1,é,1\n",
-            "row 1: image 1 has a caption that is not UTF-8",
-        ),
+        ([], "has no rows"),
+        ([(NAME, 1)], "fewer fields than the header"),
+        ([(NAME, 1, "a dog", 1, " running")], "more fields than the header"),
+        ([(NAME, 1, " ", 7)], "empty caption"),
+        ([(NAME, 1, "a", 7), ("gone.jpg", 1, "a", 7)], r"1 picture missing"),
+        ([("gone.jpg", 1, "a", 7)], "none of the first 1 pictures .* exists"),
+        ("image,image_id,caption,caption_id\nx,1,é,1\n", "none of the first 1 pictures"),
     ],
 )
 def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets, content, sentence):
@@ -298,7 +264,7 @@ def test_annotations_that_do_not_fit_are_refused_by_a_sentence(tmp_path, sets, c
     elif content is not None:
         write_table(file, content)
     with pytest.raises(UserError, match=sentence) as caught:
-        open_retrieval_set(file if content is None else f"{file}@{sets / 'flat'}")
+        through_the_door(file if content is None else f"{file}@{sets / 'flat'}")
     assert "\n" not in str(caught.value)
 
 
@@ -398,9 +364,8 @@ def test_captions_are_escaped_in_the_gallery(tmp_path, export):
     for i in range(3):
         (tmp_path / f"{i}.png").write_bytes(picture(rng))
         rows.append((f"{i}.png", i, f'<script>alert("{i}")</script> & more', i))
-    score_checkpoint(
-        str(export), f"s={write_table(tmp_path / 'a.csv', rows)}", gallery=tmp_path / "g.html"
-    )
+    data = sets_as_shards(f"s={write_table(tmp_path / 'a.csv', rows)}")
+    score_checkpoint(str(export), data, gallery=tmp_path / "g.html")
     html = (tmp_path / "g.html").read_text()
     assert "<script" not in html
     assert re.search(r"&lt;script&gt;alert\(&#34;\d&#34;\)&lt;/script&gt; &amp; more", html)

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.columns import texts_of
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import FinetuneData, find_data
 from open_clip_zerovl.prepare.check import check_shards
+from open_clip_zerovl.prepare.pack.columns import texts_of
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.pack.places import public_name
 from open_clip_zerovl.prepare.pack.report import _tokenizer

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.columns import is_utf8, texts_of
+from open_clip_zerovl.prepare.pack.columns import is_utf8, texts_of
 from open_clip_zerovl.prepare.pack.download import Downloader
 from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, Picture, encode_picture
 from open_clip_zerovl.prepare.pack.gather import Gathering, Spool

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.data import parquet
 from open_clip_zerovl.data.class_words import class_words
-from open_clip_zerovl.data.columns import (
+from open_clip_zerovl.data.splits import split_of_word
+from open_clip_zerovl.prepare.pack import parquet
+from open_clip_zerovl.prepare.pack.classes import ClassTemplates
+from open_clip_zerovl.prepare.pack.columns import (
     Chosen,
     Wanted,
     choose,
@@ -26,9 +28,7 @@ from open_clip_zerovl.data.columns import (
     guess_separator,
     listed,
 )
-from open_clip_zerovl.data.csv_rows import CsvRows
-from open_clip_zerovl.data.splits import split_of_word
-from open_clip_zerovl.prepare.pack.classes import ClassTemplates
+from open_clip_zerovl.prepare.pack.csv_rows import CsvRows
 from open_clip_zerovl.prepare.pack.places import Places, public_name
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader
 from open_clip_zerovl.prepare.settings import Columns
@@ -158,8 +158,8 @@ class TableReader(ColumnReader):
             for number, record in enumerate(records):
                 if number == 0 and self.has_header:
                     records.width, records.image = shape
-                elif record.length == 0:
-                    yield record.line, record.odd or "unreadable row"
+                elif not record.readable:
+                    yield record.line, record.odd
                 elif len(record.fields) <= least:
                     yield record.line, "fewer fields than the header"
                 else:
@@ -386,7 +386,7 @@ class ArrowReader(ColumnReader):
             file, fault.format(form=self.form if self.form == "parquet" else "Arrow")
         ):
             if self.form == "parquet":
-                with parquet.opened(str(file)) as table:
+                with parquet.opened(file) as table:
                     yield table
                 return
             with arrow.memory_map(str(file)) as source:

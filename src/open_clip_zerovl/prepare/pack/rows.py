@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.columns import is_utf8
 from open_clip_zerovl.data.splits import FolderSplits, by_file_name, split_above
+from open_clip_zerovl.prepare.pack.columns import is_utf8
 from open_clip_zerovl.prepare.pack.encode import Failure
 from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 

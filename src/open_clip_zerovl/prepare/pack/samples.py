@@ -17,10 +17,10 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.class_words import class_order, class_words, names_beside
-from open_clip_zerovl.data.columns import find, guess_captions
-from open_clip_zerovl.data.columns import listed as shown_names
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column, split_of_word
 from open_clip_zerovl.prepare.pack.classes import NAME_THEM, ClassTemplates
+from open_clip_zerovl.prepare.pack.columns import find, guess_captions
+from open_clip_zerovl.prepare.pack.columns import listed as shown_names
 from open_clip_zerovl.prepare.pack.encode import Failure
 from open_clip_zerovl.prepare.pack.rows import PairRow, Reader, read_file
 from open_clip_zerovl.prepare.settings import Columns

@@ -1,4 +1,4 @@
-"""The rows of a CSV file by line, stray quotes included: one rule for tables that are trained on and tables that are packed.
+"""The rows of a CSV file by line, stray quotes included.
 
 A row is a line, or several lines where a quoted field holds line breaks. Two mistakes are found and named by line: a stray
 quote at the beginning of a field, which for the csv module takes in the lines after it, and a separator in a field without
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 _LONGEST_ROW_LINES, _LONGEST_ROW_BYTES = 200, 1 << 20  # a longer row comes of a stray quote
+_TOO_MANY = "more fields than the header"
 _PLAIN_LINE_BYTES = 100_000  # the csv module takes fields of up to 131,072 characters
 
 
@@ -25,18 +26,16 @@ class CsvRow:
     """A row of a table.
 
     Attributes:
-        offset, length: place of its bytes in the file; the length is negative if quotes are plain characters, and 0 if
-            the row cannot be read.
         line: number of its first line, from 1.
         fields: its columns.
         odd: the fault of its quoting in words, "" for none.
+        readable: False for a row that cannot be used; a stray quote may be read as it stands.
     """
 
-    offset: int
-    length: int
     line: int
     fields: list[str]
     odd: str = ""
+    readable: bool = True
 
 
 class _TooLong(Exception):
@@ -65,7 +64,7 @@ class CsvRows:
         self._first, self._line = True, line
 
     def __iter__(self) -> Iterator[CsvRow]:
-        offset, line = 0, self._line
+        line = self._line
         reader = self._reader()
         while True:
             self._taken.clear()
@@ -81,11 +80,8 @@ class CsvRows:
                 fields = as_it_stands(raw.decode("utf-8", "surrogateescape"), self.separator)
                 if fields != [""]:
                     more = any(fields[self.width :])
-                    length = 0 if more else len(raw)
-                    yield CsvRow(
-                        offset, length, line, fields, "more fields than the header" if more else ""
-                    )
-                offset, line = offset + len(raw), line + 1
+                    yield CsvRow(line, fields, _TOO_MANY if more else "", not more)
+                line += 1
                 continue
             self._waiting.appendleft(raw)
             try:
@@ -102,15 +98,15 @@ class CsvRows:
                 self._waiting.extendleft(reversed(self._taken[1:]))
                 del self._taken[1:]
                 reader = self._reader()
-            length = begin = sum(map(len, self._taken))
+            readable = True
             if odd:
                 fields = as_it_stands(self._text(0), self.separator)
-                length = -length if odd == "a stray quote" and len(fields) == self.width else 0
+                readable = odd == "a stray quote" and len(fields) == self.width
             elif self.width and any(fields[self.width :]):
-                odd, length = "more fields than the header", 0
+                odd, readable = _TOO_MANY, False
             if fields:
-                yield CsvRow(offset, length, line, fields, odd)
-            offset, line = offset + begin, line + len(self._taken)
+                yield CsvRow(line, fields, odd, readable)
+            line += len(self._taken)
             self._first = False
 
     def _reader(self) -> Iterator[list[str]]:

@@ -55,7 +55,7 @@ PICTURE_NAMES = (
     ),
     *("url", "image_url", "img_url", "picture_url", "photo_url", "photo_image_url", "link"),
 )
-PICTURE_FLAG, CAPTION_FLAG = ("--csv-img-key", "--csv-caption-key")  # of training
+_FLAGS = ("--picture-column", "--caption-column")
 _SEPARATORS = ("\t", ",", ";", "|")
 _NUMBERED = re.compile(r"(caption|title|text|sentence|description)s?_?\d+")
 # of captions that are objects: {"raw": "a dog", "tokens": [...]}
@@ -137,7 +137,6 @@ def choose(
     wanted: Wanted,
     *,
     pictures: Sequence[str] = (),
-    flags: tuple[str, str] = ("--picture-column", "--caption-column"),
 ) -> Chosen:
     """The columns of a table.
 
@@ -146,21 +145,20 @@ def choose(
         names: the names of all its columns.
         wanted: the columns that the command line names.
         pictures: columns that hold pictures by their type; the first takes precedence over guesses from names.
-        flags: that name the picture's and the captions' columns, for messages.
 
     Raises:
         UserError: a column that is not there or has the name of another, or none with a name of a picture or a caption.
     """
     if wanted.picture is not None:
-        picture: str | None = find(where, names, wanted.picture, flags[0])
+        picture: str | None = find(where, names, wanted.picture, _FLAGS[0])
     else:
         picture = pictures[0] if pictures else guess_picture(names)
     if wanted.captions is not None:
-        captions = tuple(find(where, names, name, flags[1]) for name in wanted.captions)
+        captions = tuple(find(where, names, name, _FLAGS[1]) for name in wanted.captions)
     else:
         captions = guess_captions(names, picture)
     if picture is None or not captions:
-        raise UserError(_not_found(where, names, picture, captions, flags))
+        raise UserError(_not_found(where, names, picture, captions))
     source = (
         find(where, names, wanted.source, "--source-column") if wanted.source is not None else None
     )
@@ -172,7 +170,7 @@ def choose(
             )
     guessed = [
         flag
-        for flag, given in zip(flags, (wanted.picture, wanted.captions), strict=True)
+        for flag, given in zip(_FLAGS, (wanted.picture, wanted.captions), strict=True)
         if given is None
     ]
     words = f"picture {picture!r}, caption {listed(captions)}" + (
@@ -189,14 +187,13 @@ def _not_found(
     names: Sequence[str],
     picture: str | None,
     captions: Sequence[str],
-    flags: tuple[str, str],
 ) -> str:
     """The sentence for a table without a column that is named like a picture, or like a caption, or both."""
     missing: list[tuple[str, str, Sequence[str]]] = []
     if picture is None:
-        missing.append(("a picture (image, filepath, url ...)", flags[0], PICTURE_NAMES))
+        missing.append(("a picture (image, filepath, url ...)", _FLAGS[0], PICTURE_NAMES))
     if not captions:
-        missing.append(("a caption (caption, title, text ...)", flags[1], CAPTION_NAMES))
+        missing.append(("a caption (caption, title, text ...)", _FLAGS[1], CAPTION_NAMES))
     similar_names = {
         flag: next((name for name in names if nearest(plain(name), usual, cutoff=0.75)), None)
         for _, flag, usual in missing
@@ -204,8 +201,8 @@ def _not_found(
     meant = " ".join(f"{flag} {name!r}" for flag, name in similar_names.items() if name)
     return (
         f"no column of {where} is named like {' or '.join(words for words, _, _ in missing)}; its columns are {listed(names)}: "
-        f"name {'it' if len(missing) == 1 else 'them'} with {' and '.join(similar_names)}"
-        + (f"; did you mean {meant}?" if meant else "")
+        f"name {'it' if len(missing) == 1 else 'them'} with {' and '.join(similar_names)} (in training "
+        f"--csv-img-key, --csv-caption-key)" + (f"; did you mean {meant}?" if meant else "")
     )
 
 
