@@ -138,9 +138,16 @@ def finetuned(data: str) -> Seen:
 
 
 def aligned(data: str) -> Seen:
-    samples = SourceSamples(open_aligned(find_data(data).train_data, "").opened)
-    every = [one for file in range(len(samples.sizes)) for one in samples.read(file)]
-    return {text: look(one.pictures[0]) for one in every for _, text in one.captions}
+    opened = open_aligned(find_data(data).train_data, "").opened
+    sides = [SourceSamples(opened, side) for side in ("image", "text")]
+    pictures = [shown for part in range(len(sides[0].counts)) for _, shown in sides[0].read(part)]
+    starts = sides[1].caption_starts.tolist()
+    texts = [text for part in range(len(sides[1].counts)) for _, text in sides[1].read(part)]
+    return {
+        text: look(pictures[n])
+        for n in range(len(pictures))
+        for text in texts[starts[n] : starts[n + 1]]
+    }
 
 
 DOORS = {

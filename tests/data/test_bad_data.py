@@ -25,7 +25,7 @@ from PIL import Image
 from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data import shard_reader
+from open_clip_zerovl.data import reading
 from open_clip_zerovl.data.reading import Reading
 from open_clip_zerovl.data.sample_stream import SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
@@ -337,7 +337,7 @@ def test_a_rotten_shard(tmp_path, kind, caplog):
 @pytest.mark.parametrize("workers", [0, 3])  # of three readers, some enter the shard in its middle
 def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers):
     sources = parse_sources(f"s={two_shards(tmp_path / 's')}")
-    read, bad = shard_reader._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
+    read, bad = reading._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
 
     def failing(descriptor, extent):
         if (
@@ -348,7 +348,7 @@ def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(descriptor, extent)
 
-    monkeypatch.setattr(shard_reader, "_content", failing)
+    monkeypatch.setattr(reading, "_content", failing)
     loader = loader_of(sources, workers=workers)
     seen = torch.cat([ids for _, ids, _ in loader]).tolist()
     assert (

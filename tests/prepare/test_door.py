@@ -209,11 +209,8 @@ def test_addresses_and_too_many_rows_get_the_command_to_type(tmp_path, monkeypat
 
 
 def test_shards_and_what_lies_on_servers_are_left_alone(tmp_path):
-    selection = tmp_path / "a.selection.json"
-    selection.write_text('{"component": "a", "source": "a", "contents": [], "samples": []}')
     for data in (
         "a=s3://bucket/{0..3}.tar", "pipe:cat x.tar", f"a={tmp_path}/no/{{0..3}}.tar::b=/gone/*.tgz",
-        f"a={selection}",  # of finetune, whose ending is that of a table
     ):  # fmt: skip
         assert as_shards(data) == data
 
@@ -245,7 +242,7 @@ def test_rotten_rows_are_refused_with_their_reasons(tmp_path):
     said: list[str] = []
     (source,) = parse_sources(as_shards(f"t={tmp_path}/in", say=said.append))
     assert set(pairs(source)) == {f"title {n}" for n in (0, 1, 2, 8)}
-    for reason in ("1 broken picture", "1 caption not UTF-8", "1 fewer fields than the header"):
+    for reason in ("1 not a picture", "1 caption not UTF-8", "1 fewer fields than the header"):
         assert reason in said[-1], said
 
 
@@ -311,3 +308,30 @@ def test_a_star_names_the_files_of_a_data_set_on_the_hub(tmp_path, monkeypatch):
         UserError, match=r"files of hf://.* cannot be listed \(.*\); check the address"
     ):
         as_shards("cc=hf://datasets/me/dd/*.parquet")
+
+
+COLUMNS = {  # header: (columns that are given, those of the picture and of the captions, or words of the refusal)
+    "file,title": (Columns("file"), ("file", "title")),  # one is given, the other has a usual name
+    "image,text": (Columns(None, ("text",)), ("image", "text")),
+    "image,text,caption": (Columns(), ("image", "caption")),  # the likelier, wherever it stands
+    "title,filepath,a,b": (Columns("a", ("b",)), ("a", "b")),
+    "image_path;text": (Columns(), ("image_path", "text")),
+    "file;words": (Columns("file", ("words",), separator=";"), ("file", "words")),
+    "path|caption_0|caption_1": (Columns(), ("path", "caption_0", "caption_1")),
+    "words;thing": (Columns(), "like a picture .* or a caption .*; its columns are 'words', 'thing': name them"),
+    "filepath,title": (Columns("a", ("b",)), "has no column 'a', given with --picture-column"),
+    "image,caption,caption": (Columns(), "has 2 columns named 'caption': give each column its own name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("header", COLUMNS)
+def test_columns_are_the_given_ones_or_one_sentence_names_all_that_lack(tmp_path, header):
+    """A flag that stood alone, or named no column, was passed over without a word."""
+    given_columns, wanted = COLUMNS[header]
+    (tmp_path / "x.csv").write_text(f"{header}\n{header}\n")
+    if isinstance(wanted, str):
+        with pytest.raises(UserError, match=wanted):
+            open_input(tmp_path / "x.csv", given_columns)
+    else:
+        chosen = open_input(tmp_path / "x.csv", given_columns).chosen
+        assert (chosen.picture, *chosen.captions) == wanted

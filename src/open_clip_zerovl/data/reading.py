@@ -2,8 +2,16 @@
 
     part of a shard --> members of its samples --> RawSample (image bytes, caption)
 
-Sample number i of a shard is the same whether the shard is streamed from its first byte or entered through its index. The seed
-determines the sample that replaces a lost one. An epoch can therefore be entered at any step (invariant 4).
+Sample number i of a shard is the same in whichever way the shard is read, and the seed determines the sample that replaces a
+lost one. An epoch can therefore be entered at any step (invariant 4).
+
+    a plain tar, from its beginning                   its headers, one after the other
+    the same, from sample number `start` on            its index
+    a sample for each caption                          its index
+    members that no index has (other fields)           its headers
+    a compressed tar                                   streamed from its first byte
+
+A remote shard is a local file first (`shards/fetch`).
 
     a bad sample (such as no caption)                 is yielded with its `Fault`; `sample_stream` shows a neighbour instead
     a shard that gives fewer samples than counted     raises ShardError; `sample_stream` takes as many samples of other slices
@@ -12,25 +20,43 @@ determines the sample that replaces a lost one. An epoch can therefore be entere
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Generator
-from contextlib import closing
+import os
+import tarfile
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
+
+import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
-from open_clip_zerovl.data.captions import DrawnCaptions
+from open_clip_zerovl.data.captions import DrawnCaptions, captions_of, member_of
 from open_clip_zerovl.data.names import field_names
-from open_clip_zerovl.data.shard_reader import ShardReader
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import DroppedSample, Fault
-from open_clip_zerovl.shards.fetch import RetryPolicy, ShardCache
+from open_clip_zerovl.shards.fetch import RetryPolicy, ShardCache, Unreachable, is_shard
 from open_clip_zerovl.shards.foreign import BadFile, read_foreign
-from open_clip_zerovl.shards.members import ShardError, unreadable, words_of
-from open_clip_zerovl.shards.pictures import PICTURE_WORDS
-from open_clip_zerovl.shards.texts import BadCaption, caption_of
+from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.members import (
+    TEXT_EXTENSION,
+    WANTED,
+    Extent,
+    ShardError,
+    image_of,
+    locate_samples,
+    opened,
+    stream_samples,
+    unreadable,
+    words_of,
+)
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, PICTURE_WORDS
+from open_clip_zerovl.shards.texts import BadCaption, caption_lines, caption_of
 from open_clip_zerovl.shards.urls import local_path
+
+# key, captions, picture
+EncodedPair = tuple[str, list[bytes] | Fault | None, bytes | None]
 
 _GONE_SHARDS = 8  # after this many failures of remote shards in a row, their host counts as down
 
@@ -101,17 +127,13 @@ class Reading:
     opens: Callable[[int], None] = _ignore
     notes: Callable[[str], None] = _ignore
 
-    @functools.cached_property
-    def _shards(self) -> ShardReader:
-        return ShardReader(self.source, self.policy, self.cache, self.notes)
-
     def announce(self, shard: int) -> None:
         """Fetch a remote shard in advance, because it will be read soon."""
         if local_path(self.source.shards[shard]) is None:
             self.ahead(self.source.shards[shard])
 
     def samples(self, shard: int, start: int, position: int) -> Generator[RawSample, None, None]:
-        """The samples of a shard from number `start` on; the first one has this position.
+        """Iterate over the samples of a shard from number `start` on; the first one has this position.
 
         Raises:
             ShardError: the shard cannot be read, or holds fewer samples than were counted.
@@ -119,12 +141,40 @@ class Reading:
             UserError: several remote shards in a row do not come, or a shard's URL cannot be opened.
         """
         self.opens(shard)
+        url, size, number = self.source.shards[shard], self.source.sizes[shard], start
         try:
-            with closing(_from_disk(self._open(shard, start, position), start)) as samples:
-                yield from samples
+            with self._opened(shard, start) as members:
+                for key, texts, image in members:
+                    if number == size:
+                        raise Surplus
+                    yield self._raw(image, texts, key, url, position + number - start)
+                    number += 1
         except ShardError as error:
             self._raise_if_gone(error)
             raise
+        except OSError as error:
+            unreadable(error)  # UserError for too many open files, which is not the disk's fault
+            words = f"sample {number}: {words_of(error)}"
+            raise ShardError("truncated shard", words, number) from error
+
+    @contextmanager
+    def _opened(self, shard: int, start: int) -> Iterator[Iterator[EncodedPair]]:
+        """Open a shard for its members from sample number `start` on, in the fastest way that it allows."""
+        url, size = self.source.shards[shard], self.source.sizes[shard]
+        with ExitStack() as stack:
+            try:
+                borrowed = self.cache.borrowed(url, self.policy, self.notes, check=is_shard)
+                path = stack.enter_context(borrowed)
+            except Unreachable as error:
+                raise unreadable(error) from error
+            by_headers = self._wanted != WANTED or (start == 0 and self.source.captions != "all")
+            read = self._by_headers if by_headers else self._by_index
+            members = stack.enter_context(closing(read(path, start, size)))
+            try:
+                first = [*islice(members, 1)]
+            except tarfile.ReadError:  # compressed, or not a tar; streaming reads it or raises
+                first, members = [], stack.enter_context(closing(self._streamed(path, start, size)))
+            yield chain(first, members)
 
     def _raise_if_gone(self, error: ShardError) -> None:
         """UserError if the host of the remote shards seems down: no other shard could replace a lost one."""
@@ -141,14 +191,89 @@ class Reading:
                 "host, and go on with --resume latest"
             ) from error
 
-    def _open(self, shard: int, start: int, position: int) -> Generator[RawSample, None, None]:
-        source, size = self.source, self.source.sizes[shard]
-        with closing(self._shards.members(shard, start)) as members:
-            for offset, (key, texts, image) in enumerate(members, start):
-                if offset == size:
-                    raise Surplus
-                place = position + offset - start
-                yield self._raw(image, texts, key, source.shards[shard], place)
+    def _streamed(self, path: str, start: int, size: int) -> Generator[EncodedPair, None, None]:
+        """Iterate over the members of any tar, read from its first byte on."""
+        seen = 0
+        with closing(stream_samples(path, wanted=self._wanted)) as samples:
+            for key, members in samples:
+                seen += 1
+                if seen > start:
+                    yield self._member(key, members)
+        _require(seen, size)
+
+    def _by_headers(self, path: str, start: int, size: int) -> Generator[EncodedPair, None, None]:
+        """Iterate over the members of a plain tar by its headers.
+
+        Raises:
+            tarfile.ReadError: another file, before anything is yielded.
+        """
+        wanted = self._wanted
+        seen = 0
+        try:
+            with closing(locate_samples(path)) as samples, opened(path) as descriptor:
+                for key, members in samples:
+                    seen += 1
+                    if seen > start:
+                        yield self._member(
+                            key,
+                            {
+                                name: _content(descriptor, at)
+                                for name, at in members.items()
+                                if name in wanted
+                            },
+                        )
+        except ShardError as error:
+            raise ShardError(error.reason, str(error), seen) from error
+        _require(seen, size)
+
+    def _by_index(self, path: str, start: int, size: int) -> Generator[EncodedPair, None, None]:
+        """Iterate over the members of a plain tar by its index; with `--captions all` each caption is a sample of its own.
+
+        Raises:
+            tarfile.ReadError: another file, before anything is yielded.
+        """
+        index = open_index(path)
+        first = start
+        skipped = 0
+        count = len(index)
+        each = self.source.captions == "all"
+        if each:
+            ends = np.concatenate([[0], np.cumsum(index.captions)])
+            first = int(np.searchsorted(ends, start, side="right")) - 1
+            skipped, count = start - int(ends[first]), int(ends[-1])
+        with opened(path) as descriptor:
+            for number in range(first, len(index)):
+                key = index.key(number)
+                text = _content(descriptor, _extent(index.text, number))
+                image = _content(descriptor, _extent(index.image, number))
+                if not each:
+                    yield self._member(key, {TEXT_EXTENSION: text, IMAGE_EXTENSIONS[0]: image})
+                    continue
+                lines = [None] if text is None else caption_lines(text) or [b""]
+                for line in lines[skipped:]:
+                    yield key, None if line is None else [line], image
+                skipped = 0
+        if index.torn[0]:
+            raise ShardError(str(index.torn[0]), str(index.torn[1]), count)
+        _require(count, size)
+
+    def _member(self, key: str, members: Mapping[str, bytes | None]) -> EncodedPair:
+        captions = self.source.captions
+        text = members.get(TEXT_EXTENSION)
+        texts: list[bytes] | Fault | None
+        if field_names(captions):
+            texts = captions_of(members, captions)
+        elif text is None or captions in (None, "joined"):
+            texts = None if text is None else [b" ".join(caption_lines(text))]
+        else:
+            texts = caption_lines(text)[: 1 if captions == "first" else None]
+        return key, texts, image_of(members)
+
+    @property
+    def _wanted(self) -> frozenset[str]:
+        """Suffixes of the members that are read of a sample."""
+        fields = field_names(self.source.captions)
+        return WANTED | {member_of(field) for field in fields}
 
     def _raw(
         self,
@@ -219,21 +344,22 @@ def picture_file(path: str) -> bytes | None:
         return None
 
 
-def _from_disk(
-    samples: Generator[RawSample, None, None], start: int
-) -> Generator[RawSample, None, None]:
-    """The samples from number `start` on; ShardError if the disk fails while the bytes of one are read."""
-    count = start
-    with closing(samples):
-        try:
-            for sample in samples:
-                yield sample
-                count += 1
-        except OSError as error:
-            unreadable(error)  # UserError for too many open files, which is not the disk's fault
-            raise ShardError(
-                "truncated shard", f"sample {count}: {words_of(error)}", count
-            ) from error
+def _require(count: int, size: int) -> None:
+    """ShardError if a shard gave fewer samples than were counted."""
+    if count < size:
+        raise ShardError("short shard", f"it holds {count} of {size} samples", count)
+
+
+def _extent(extents: np.ndarray, number: int) -> Extent:
+    offset, size = extents[number].tolist()
+    return offset, size
+
+
+def _content(descriptor: int, extent: Extent | None) -> bytes | None:
+    """The bytes of a member, or None."""
+    if extent is None or extent[0] < 0:
+        return None
+    return os.pread(descriptor, extent[1], extent[0])
 
 
 def wrong_size(source: Source, shard: int, count: int | str) -> str:

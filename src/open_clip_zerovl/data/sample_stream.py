@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -66,56 +67,50 @@ class SliceReader:
         self.substitutes = Substitutes(self.reading, self.epoch_slices)
 
     def samples(self, begin: int = 0) -> Generator[RawSample, None, None]:
-        """The samples of all slices, from sample number `begin` on.
+        """Iterate over the samples of all slices, from sample number `begin` on.
 
         Raises:
             UserError: with `reading.fail`, anything wrong with a shard; without, no readable sample to replace a lost one.
         """
+        reading, source = self.reading, self.reading.source
         for number, part in enumerate(self.slices, start=1):
             if begin >= len(part):
                 begin -= len(part)
                 continue
             if number < len(self.slices):
-                self.reading.announce(self.slices[number].shard)
-            yield from self._part(part, part.start + begin)
+                reading.announce(self.slices[number].shard)
+            offset = part.start + begin
+            position = part.position + begin
             begin = 0
+            try:
+                with closing(reading.samples(part.shard, offset, position)) as samples:
+                    while offset < part.stop:
+                        sample = next(samples)
+                        if reading.fail and sample.fault is not None:
+                            # a shard that ends here is torn, and its last sample not bad
+                            with suppress(Surplus):
+                                next(samples, None)
+                            raise UserError(sample_sentence(source, sample, sample.fault))
+                        yield sample
+                        offset += 1
+                    if part.stop == source.sizes[part.shard]:
+                        next(samples, None)  # raises where the shard does not end here
+            except Surplus:
+                message = wrong_size(source, part.shard, "more")
+                if reading.fail:
+                    raise UserError(message) from None
+                reading.notes(f"{message}. The samples beyond this number are not read")
+            except ShardError as error:
+                if reading.fail:
+                    raise UserError(shard_sentence(source, part.shard, error)) from error
+                for lost in range(offset, part.stop):
+                    yield self._substitute(part, lost, error)
 
-    def _part(self, part: ShardSlice, offset: int) -> Iterator[RawSample]:
-        """The samples of a part from sample `offset` of its shard on."""
-        reading, source = self.reading, self.reading.source
-        size = source.sizes[part.shard]
-        try:
-            with closing(
-                reading.samples(part.shard, offset, part.position + offset - part.start)
-            ) as samples:
-                while offset < part.stop:
-                    sample = next(samples)
-                    if reading.fail and sample.fault is not None:
-                        # a shard that ends here is torn, and its last sample not bad
-                        with suppress(Surplus):
-                            next(samples, None)
-                        raise UserError(sample_sentence(source, sample, sample.fault))
-                    yield sample
-                    offset += 1
-                if part.stop == size:
-                    next(samples, None)  # raises where the shard does not end here
-            return
-        except Surplus:
-            message = wrong_size(source, part.shard, "more")
-            if reading.fail:
-                raise UserError(message) from None
-            reading.notes(f"{message}. The samples beyond this number are not read")
-            return
-        except ShardError as error:
-            if reading.fail:
-                raise UserError(shard_sentence(source, part.shard, error)) from error
-            loss = DroppedSample(
-                reading.index, error.reason, "", source.shards[part.shard], str(error), 0
-            )
-            readable = error.readable
-        for lost in range(offset, part.stop):
-            stands_for = replace(loss, position=part.position + lost - part.start)
-            yield replace(self.substitutes.get(part, lost, readable), stands_for=stands_for)
+    def _substitute(self, part: ShardSlice, lost: int, error: ShardError) -> RawSample:
+        """Return the sample that stands for sample `lost` of a shard that cannot be read."""
+        shard, position = self.reading.source.shards[part.shard], part.position + lost - part.start
+        loss = DroppedSample(self.reading.index, error.reason, "", shard, str(error), position)
+        return replace(self.substitutes.get(part, lost, error.readable), stands_for=loss)
 
 
 @dataclass
@@ -236,25 +231,24 @@ class SampleStream:
     slices: SliceReader
     order: LocalOrder
     begin: int = 0
-    _raw: Iterator[RawSample] = field(init=False, repr=False)
     _past: deque[RawSample] = field(init=False, repr=False)
     _ahead: deque[RawSample] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._raw = self._places()
         self._past, self._ahead = deque(maxlen=MARGIN_SAMPLES), deque()
 
-    def _places(self) -> Iterator[RawSample]:
-        """Raw samples place by place, from `begin` on; those of the margin before it go into `_past`."""
+    @cached_property
+    def _raw(self) -> Iterator[RawSample]:
+        """Open the raw samples place by place, from `begin` on; those of the margin before it go into `_past`."""
         if self.begin >= len(self.order):
-            return
+            return iter(())
         margin = max(0, self.begin - MARGIN_SAMPLES)
         first = self.order.lowest(margin)
         passed = self.order.passed(margin, first)
         places = reordered(self.order.chunks(margin), self.slices.samples(first), first, passed)
         for _ in range(self.begin - margin):
             self._past.append(next(places))
-        yield from places
+        return places
 
     def take(
         self, decode: Callable[[RawSample], Image]

@@ -129,7 +129,7 @@ def _inputs(text: str) -> tuple[Path, list[Path], Path | None]:
     place = Path(component.path)
     if place.is_dir():
         return place, [] if component.kind in ("shards", "packed", "benchmark") else [place], None
-    if component.kind == "selection" or not component.path.lower().endswith(_ENDINGS):
+    if not component.path.lower().endswith(_ENDINGS):
         return place.parent, [], None
     pictures_in = None if component.beside is None else Path(component.beside)
     return place.parent, [Path(each) for each in expand_shards(component.path)], pictures_in

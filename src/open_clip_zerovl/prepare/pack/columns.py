@@ -201,8 +201,8 @@ def _not_found(
     meant = " ".join(f"{flag} {name!r}" for flag, name in similar_names.items() if name)
     return (
         f"no column of {where} is named like {' or '.join(words for words, _, _ in missing)}; its columns are {listed(names)}: "
-        f"name {'it' if len(missing) == 1 else 'them'} with {' and '.join(similar_names)} (in training "
-        f"--csv-img-key, --csv-caption-key)" + (f"; did you mean {meant}?" if meant else "")
+        f"name {'it' if len(missing) == 1 else 'them'} with {' and '.join(similar_names)}"
+        + (f"; did you mean {meant}?" if meant else "")
     )
 
 
