@@ -64,7 +64,7 @@ from open_clip_zerovl.finetune.data import (
     labelled_sets,
     sets_of,
 )
-from open_clip_zerovl.finetune.finetuning import starting_folder
+from open_clip_zerovl.finetune.finetuning import has_logit_bias, starting_folder
 from open_clip_zerovl.finetune.request import digest_of_encoder, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out, set_identities
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
@@ -332,6 +332,7 @@ class Trial:
     def __init__(self, request: Request, inputs: Inputs, say: Say) -> None:
         self.request, self.inputs, self.say = request, inputs, say
         self.ranks = ranks_here(request.gpus, "cpu" if request.start.device == "cpu" else "cuda")
+        self.sigmoid = has_logit_bias(inputs.model)
         asked = request.arms
         self.flags_of: dict[str, Settings] = (
             {name: {**flags} for name, flags in asked.items()}
@@ -369,6 +370,10 @@ class Trial:
             raise UserError(
                 "--arms debiased needs two sources or more; give --data NAME=SHARDS::NAME=SHARDS, or leave it out"
             )
+        if "recipe" in names and self.sigmoid:
+            raise UserError(
+                "--arms recipe mixes up pairs, which the sigmoid loss of this model does not take; leave it out"
+            )
         large: Settings = {"dga-steps": str(batch // micro), "dga-retain": "auto"}
         sampling: Settings = {"sampling": "debiased" if several else "random"}
         methods: dict[str, Settings] = {
@@ -377,7 +382,8 @@ class Trial:
             "debiased": {**sampling, **large},
             "recipe": {**sampling, **large, "coin-flip-mixup": ""},
         }
-        return {arm: methods[arm] for arm in names or ARMS if several or arm != "debiased"}
+        left_out = {"debiased": not several, "recipe": self.sigmoid}
+        return {arm: methods[arm] for arm in names or ARMS if not left_out.get(arm)}
 
     def _batch(self, arm: str) -> int:
         """Count the samples of an optimizer step."""
@@ -635,6 +641,7 @@ class Trial:
             "eps": "1e-6",
             "grad-clip-norm": "1.0",
             "freeze-norm-statistics": "",
+            "siglip": "" if self.sigmoid else None,  # as finetune
             "precision": "amp_bf16" if on_gpu else "fp32",
             "device": None if on_gpu else "cpu",
             "workers": str(self.request.start.workers),
