@@ -23,7 +23,6 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, write_atomically
 from open_clip_zerovl.core.identity import digest_of, number_of
 from open_clip_zerovl.data.names import FEWEST_PICTURES
-from open_clip_zerovl.models.local_dir import LOCAL_DIR, TRAINED_ON
 
 Identities = NDArray[np.int64]
 
@@ -97,6 +96,8 @@ def write_trained_on(folder: Path, identities: Identities, before: Identities | 
     Raises:
         UserError: the folder cannot be written.
     """
+    from open_clip_zerovl.models.local_dir import TRAINED_ON  # loads torch
+
     write_atomically(folder / TRAINED_ON, list_of_trained(identities, before))
 
 
@@ -119,6 +120,8 @@ def trained_on(models: Iterable[str | Path]) -> Identities | None:
 
 
 def _lists_of(models: Iterable[str | Path]) -> Iterator[Identities]:
+    from open_clip_zerovl.models.local_dir import LOCAL_DIR, TRAINED_ON  # loads torch
+
     for model in models:
         file = Path(str(model).removeprefix(LOCAL_DIR)).expanduser() / TRAINED_ON
         try:
