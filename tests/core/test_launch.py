@@ -341,8 +341,12 @@ def test_ctrl_c_in_the_moment_of_a_fork_is_not_lost(tmp_path):
 
     before = children_of(os.getpid())
     os.register_at_fork(before=press)
-    with pytest.raises(KeyboardInterrupt):
-        launch.start_training(["--help"], log=tmp_path / "log")
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever other tests left
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch.start_training(["--help"], log=tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert children_of(os.getpid()) == before and not armed
 
 

@@ -192,17 +192,13 @@ def test_old_pairs_reach_the_training(made, tmp_path):
 def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
     made, tmp_path, monkeypatch, captions
 ):
-    """Old pictures with five captions each, as lines of a shard's text and as rows of a table."""
+    """Old pictures with five captions each."""
     old = [drawn(number) for number in range(200, 208)]
     words = "\n".join(f"word {number}" for number in range(5))
-    write_source(
-        tmp_path / "tar",
-        [replace(one, files={**one.files, "txt": words.encode()}) for one in old],
-        shard_size=9,
-    )
-    rows = [f"{one.key}.png,word {number}" for one in old[:2] for number in range(5)]
-    (tmp_path / "old.csv").write_text("\n".join(["filepath,title", *rows]) + "\n")
-    keep = f"tar={tmp_path / 'tar'}::table={tmp_path / 'old.csv'}"
+    old = [replace(one, files={**one.files, "txt": words.encode()}) for one in old]
+    write_source(tmp_path / "many", old, shard_size=9)
+    write_source(tmp_path / "few", old[:2], shard_size=9)
+    keep = f"many={tmp_path / 'many'}::few={tmp_path / 'few'}"
     start = Encoder("x", device="cpu")
     request = FinetuneRequest(
         start, f"mine={made / 'mine'}", tmp_path, given={"captions": captions}, keep_data=keep
@@ -214,7 +210,7 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
         new / 4, abs=1
     )
     (note,) = keeping_notes(request, sources, factors)
-    assert f"{new} new pairs and 20% old ones ({taken[0]} of tar, {taken[1]} of table)" in note
+    assert f"{new} new pairs and 20% old ones ({taken[0]} of many, {taken[1]} of few)" in note
     monkeypatch.setattr("open_clip_zerovl.finetune.finetuning._tokenizer", lambda before: (None, 0))
     facts = _facts(request, prepared_for("", train_data, "", sources, factors))
     assert facts.samples == new + sum(taken)  # whence epochs, batch and warm-up

@@ -307,10 +307,10 @@ def test_pairs_are_spread_over_shards_and_bad_ones_passed_over(tmp_path: Path):
 COLOURS = ("red", "green", "blue")
 
 
-def write_pairs(folder: Path, seed: int, *, count: int = 36, table: bool = False) -> Path:
-    """Pairs of one colour each, with json or columns that give the colour and the held-out pairs."""
+def write_pairs(folder: Path, seed: int, *, count: int = 36) -> Path:
+    """Pairs of one colour each, with json that gives the colour and the held-out pairs."""
     rng = np.random.default_rng(seed)
-    members, rows = [], ["filepath\ttitle\tshows\tkept"]
+    members = []
     folder.mkdir(parents=True)
     for i in range(count):
         colour, image = COLOURS[i % 3], png(tuple(int(v) for v in rng.integers(0, 256, 3)), 16)
@@ -319,19 +319,12 @@ def write_pairs(folder: Path, seed: int, *, count: int = 36, table: bool = False
         members.append(
             (f"{i:03d}.json", json.dumps({"shows": f"{colour} {i}", "kept": kept}).encode())
         )
-        (folder / f"{i}.png").write_bytes(image)
-        rows.append(f"{i}.png\ta {colour} cat\t{colour} {i}\t{'yes' if kept else 'no'}")
-    if table:
-        (folder / "pairs.tsv").write_text("\n".join(rows) + "\n")
-        return folder / "pairs.tsv"
     write_tar(folder / "0.tar", members)
     return folder
 
 
-def test_the_program_measures_models_on_shards_and_tables(tmp_path: Path, clip_runs, capsys):
-    a, b, c = (
-        write_pairs(tmp_path / name, seed, table=name == "b") for seed, name in enumerate("abc")
-    )
+def test_the_program_measures_models_on_shards(tmp_path: Path, clip_runs, capsys):
+    a, b, c = (write_pairs(tmp_path / name, seed) for seed, name in enumerate("abc"))
     command = [f"one={clip_runs[0]}", f"two={clip_runs[1]}", f"same={clip_runs[0]}"]
     command += ["--data", f"a={a}::b={b}", "--device", "cpu", "--draws", "200"]
     more = f"--unseen c={c} --concept shows --held-out kept --out {tmp_path / 'out'}".split()
@@ -375,12 +368,13 @@ def test_what_cannot_be_measured_is_a_sentence(tmp_path: Path, clip_runs, capsys
         (["yes", "-"], None),
     ],
 )
-def test_the_words_of_a_held_out_column(words, held_out, tmp_path: Path):
-    (tmp_path / "0.png").write_bytes(png((9, 9, 9), 16))
-    (tmp_path / "t.csv").write_text(
-        "filepath,title,kept\n" + "".join(f"0.png,a cat,{word}\n" for word in words)
-    )
-    given = parse_sources(f"t={tmp_path / 't.csv'}")
+def test_the_words_of_a_held_out_field(words, held_out, tmp_path: Path):
+    picture, members = png((9, 9, 9), 16), []
+    for i, word in enumerate(words):
+        members += [(f"{i}.png", picture), (f"{i}.txt", b"a cat")]
+        members.append((f"{i}.json", json.dumps({"kept": word}).encode()))
+    write_tar(tmp_path / "0.tar", members)
+    given = parse_sources(f"t={tmp_path / '0.tar'}")
     if held_out is None:
         with pytest.raises(
             UserError, match=r"has '-' in its field 'kept', neither true nor false; write true"
