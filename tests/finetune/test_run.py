@@ -211,7 +211,10 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
     )
     (note,) = keeping_notes(request, sources, factors)
     assert f"{new} new pairs and 20% old ones ({taken[0]} of many, {taken[1]} of few)" in note
-    monkeypatch.setattr("open_clip_zerovl.finetune.finetuning._tokenizer", lambda before: (None, 0))
+    for name, value in {"_tokenizer": (None, 0), "has_logit_bias": False}.items():
+        monkeypatch.setattr(
+            f"open_clip_zerovl.finetune.finetuning.{name}", lambda before, value=value: value
+        )
     facts = _facts(request, prepared_for("", train_data, "", sources, factors))
     assert facts.samples == new + sum(taken)  # whence epochs, batch and warm-up
 
