@@ -15,6 +15,7 @@ from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.spec import ModelSpec
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
+from open_clip_zerovl.core.releases import OPENCLIP_V4, line_here
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
 from training.params import open_clip_parser
@@ -48,7 +49,8 @@ def test_a_card_names_each_flag_of_training_or_has_a_line_of_its_own_for_it():
     for name in every_flag() - _ELSEWHERE:
         assert f"`--{name.replace('_', '-')}`: 7" in text, name
     assert "effective batch: 8 = 4 a micro-batch x 2 accumulated" in text
-    assert _ELSEWHERE - every_flag() == COMPUTED
+    gone = set() if line_here() is not OPENCLIP_V4 else {"horovod", "trace", "torchscript"}
+    assert _ELSEWHERE - every_flag() == COMPUTED | gone
 
 
 def test_a_card_names_each_setting_of_an_alignment():

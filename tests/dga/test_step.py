@@ -686,5 +686,5 @@ def test_weights_are_cast_once_for_all_passes_without_graph(monkeypatch):
     kept, found = step()
     monkeypatch.setattr(step_module, "casts_kept", nullcontext)
     apart, wanted = step()
-    assert kept < 0.75 * apart  # 5 of 7 times, but for two parameters that are views
+    assert kept < 0.8 * apart  # 5 of 7 times, but for two parameters that are views
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -163,7 +163,6 @@ REFUSED = """
 --lora-on text | --lora-on needs --lora
 --lora 4 --lock-image | --lock-image does not work with --lora: the weights of both towers are constant
 --lora 4 --freeze text | --freeze of a tower with adapters does not work with --lora: give --lora-on the other
---lora 4 --torchscript | --torchscript does not work with
 --token-dorp 0.5 | there is no flag --token-dorp; did you mean --token-drop?
 --dga-step 4 | there is no flag --dga-step; did you mean --dga-steps?
 --warm-up=5 | there is no flag --warm-up; did you mean --warmup?
@@ -200,7 +199,8 @@ word | unexpected argument 'word'; write it as --flag value
 --save-every-steps 5 --save-most-recent | --save-most-recent does not work with --save-every-steps
 --sampling random --debiased-sampling | --debiased-sampling and --sampling random contradict each other
 """
-OF_OPENCLIP_V3 = "--sort-text --torchscript | --torchscript does not work with --sort-text" * (
+OF_OPENCLIP_V3 = """--lora 4 --torchscript | --torchscript does not work with
+--sort-text --torchscript | --torchscript does not work with --sort-text""" * (
     line_here() is not OPENCLIP_V4
 )
 

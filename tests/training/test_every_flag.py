@@ -250,7 +250,7 @@ def test_what_a_command_line_alone_contradicts_is_refused_before_anything_is_ope
             line = f"--train-data a=/x --dga-steps 2 --precision fp32 {option} {words.format(place='/x')}"
             try:
                 parse(line.split())
-            except UserError as error:
+            except (UserError, ValueError) as error:  # ValueError: of open_clip 4's own parser
                 assert outcome and outcome in str(error), (line, str(error))
                 refused += 1
     assert refused >= 46

@@ -169,9 +169,10 @@ def sentence_of(error: BaseException) -> str | None:
             return _short(kind_and_message(error))
         return f"{_short(str(error.filename))}: {error.strerror}"
     frames = traceback.extract_tb(error.__traceback__)
-    _, installed, module = (
-        frames[-1].filename.rpartition("/site-packages/") if frames else ("", "", "")
-    )
+    file = frames[-1].filename if frames else ""
+    _, installed, module = file.rpartition("/site-packages/")
+    if not installed and (checkout := re.search(r"/(open_clip(?:_train)?/.*)", file)):
+        installed, module = file, checkout[1]
     kind = "" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: "
     # open_clip's loop runs our step: what fails there is a defect.
     if not installed or module.endswith("open_clip_train/train.py"):
