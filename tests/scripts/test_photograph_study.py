@@ -176,6 +176,7 @@ def test_the_signs_tell_sources_that_differ_from_those_that_do_not():
                               alike[1] * torch.tensor([0.0, *[1.0] * 7])]) < 0.5  # fmt: skip
 
 
+@pytest.mark.line("3.3", reason="the study calls this line's train_one_epoch")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_open_clips_arm_differs_from_ours_by_its_masks_alone(dropout):
     """Without dropout both arms are one training, to fp32's rounding; with it they are not."""
