@@ -137,10 +137,18 @@ class Retention:
         self._settle()
         if self._auto is None or self._adopted is not None:
             return self._adopted
-        graphs = min(self._auto, most_graphs(len(self._sizes), self._world_size))
         return Decision(
-            graphs, self._bytes_per_sample * max(self._sizes), float(self._transient_bytes)
+            self._kept, self._bytes_per_sample * max(self._sizes), float(self._transient_bytes)
         )
+
+    @property
+    def can_keep_fewer(self) -> bool:
+        """Return whether "auto" keeps several graphs."""
+        return self._kept > 1
+
+    @property
+    def _kept(self) -> int:
+        return min(self._auto or 1, most_graphs(len(self._sizes), self._world_size))
 
     def keep_fewer(self) -> bool:
         """Keep one graph fewer from now on, after a step has filled the device's memory.
@@ -148,9 +156,9 @@ class Retention:
         Returns:
             False if "auto" keeps one only.
         """
-        kept = min(self._auto or 1, most_graphs(len(self._sizes), self._world_size))
-        if kept < 2:
+        if not self.can_keep_fewer:
             return False
+        kept = self._kept
         self._auto = kept - 1
         if self._adopted is not None:
             self._adopted = replace(self._adopted, graphs=self._auto)

@@ -415,7 +415,8 @@ class DecoupledGradientAccumulation:
         with casts_kept():
             for k in step.replayed:
                 self._forward(step, k, frozen, collected)
-        forward = self._forward if self._world_size == 1 else self._forward_within_memory
+        droppable = self._world_size > 1 and self._retention.can_keep_fewer
+        forward = self._forward_within_memory if droppable else self._forward
         for k in range(len(step.replayed), len(step.sizes)):
             forward(step, k, frozen, collected)
         step.features = {name: torch.cat(collected[name]) for name in step.inputs_of}
