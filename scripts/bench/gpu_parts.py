@@ -31,11 +31,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from open_clip.loss import ClipLoss
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.core.processes import end_with_parent
+from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.gpu import compile_blocks, same_masks
 from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.shards.writing import Sample, write_source
@@ -61,7 +64,6 @@ from scripts.bench.harness import (
     write_bert,
 )
 from scripts.bench.loader import CAPTION, photograph
-from scripts.bench.loss import measure as measure_loss
 from scripts.gpu import ROOT, Session
 
 ENVIRONMENT = dict(os.environ)  # tests change it
@@ -446,19 +448,34 @@ def attention_times(bench: Bench) -> dict[str, Any]:
 
 def loss(session: Session) -> None:
     for pairs in sizes_of(session).pairs:
+        session.measure(f"{pairs:,} pairs", partial(loss_values, pairs))
 
-        def both(pairs: int = pairs) -> dict[str, float]:
-            clear()
-            ours, *theirs = measure_loss([pairs], 512, LOSS_CHUNK, device())
-            values = {"seconds": ours["seconds"], "peak_gib": ours["peak_mib"] / 1024}
-            for row in theirs:
-                values |= {
-                    "clip_loss_seconds": row["seconds"],
-                    "clip_loss_peak_gib": row["peak_mib"] / 1024,
-                }
-            return values
 
-        session.measure(f"{pairs:,} pairs", both)
+def loss_values(pairs: int) -> dict[str, float]:
+    """Time a forward and backward pass of our loss and, where memory suffices, of open_clip's on features of width 512."""
+    clear()
+    torch.manual_seed(SEED)
+    leaves = [
+        nn.functional.normalize(torch.randn(pairs, 512, device=device()), dim=1).requires_grad_()
+        for _ in range(2)
+    ]
+    scale = torch.tensor(50.0, device=device(), requires_grad=True)
+    losses: dict[str, nn.Module] = {"": ContrastiveLoss(chunk_size=LOSS_CHUNK)}
+    # Two logit matrices, their softmaxes and gradients: six matrices of N^2 floats, and some room.
+    if (available_bytes(device()) or 0) > 7 * 4 * pairs**2:
+        losses["clip_loss_"] = ClipLoss()
+    values = {}
+    for name, each in losses.items():
+
+        def step(each: nn.Module = each) -> None:
+            each(*leaves, scale).backward()
+
+        if on_gpu():
+            torch.cuda.reset_peak_memory_stats()
+        values[f"{name}seconds"] = median_seconds(step, rounds=1, warm_up=1)
+        if on_gpu():
+            values[f"{name}peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+    return values
 
 
 def blocks(session: Session) -> None:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import open_clip
@@ -24,7 +24,6 @@ from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from open_clip.factory import get_model_config
 from open_clip.loss import ClipLoss
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig
@@ -379,32 +378,6 @@ def peak_bytes(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> i
     with PeakBytes() as live:
         way(micro_batches)
     return live.peak + sum(p.nbytes for p in setup.inner.parameters())
-
-
-def simulated_peak_bytes(model: nn.Module, step: Callable[[], Any]) -> int:
-    """Peak of the live tensor bytes of a step of any size, with parameters, without computing it: tensors have shapes only.
-
-    An allocator's overhead and the kernels' scratch memory are not included. `model` cannot be used afterwards: its parameters
-    and buffers become tensors without values. The step must make its inputs itself and may not read values.
-    """
-    with without_values(model), PeakBytes() as live:
-        step()
-    return live.peak + sum(parameter.nbytes for parameter in model.parameters())
-
-
-def without_values(model: nn.Module) -> FakeTensorMode:
-    """Makes a model's parameters and buffers tensors with shapes only; a block under the returned mode computes nothing."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            held.update(
-                {
-                    name: cast(Any, fake.from_tensor(tensor))
-                    for name, tensor in held.items()
-                    if tensor is not None
-                }
-            )
-    return fake
 
 
 @dataclass

@@ -9,7 +9,7 @@
     probe            accuracy of a cross-validated linear classifier of the source on one embedding (figure 3)
     log p            mean log-probability of negatives (figure 4); lower values contribute less to training
 
-Differences are to the first model. `--out` also writes bias.json, figure3.png (t-SNE) and figure4.png.
+Differences are to the first model. `--out` also writes bias.json.
 
 `N` held-out pairs of all sources, `D` embedding width.
 """
@@ -51,7 +51,6 @@ from scripts.paper.bias_measures import (
     source_pools,
     source_probe_guesses,
 )
-from scripts.paper.figures import log_p_picture, map_picture
 
 DRAWS = 1000
 BATCH_SAMPLES = 64
@@ -342,14 +341,12 @@ def bias(options: argparse.Namespace) -> None:
         raise UserError(f"source {min(lacking)} has no held-out pair; leave --held-out out")
     check_source_probe(owners, probe_groups([seen[row].concept for row in held_out]))
     measured: dict[str, Measures] = {}
-    shown: dict[str, tuple[Tensor, Tensor, float]] = {}
     for name, encoder in models.items():
         model = FrozenModel.load(encoder)
         images, texts = encode(model, [*seen, *rest], name)
         own = _by_source(seen, images[: len(seen)], texts[: len(seen)])
         others = _by_source(rest, images[len(seen) :], texts[len(seen) :])
         measured[name] = measure(own, model.logit_scale, others, seed=options.seed)
-        shown[name] = images[held_out], texts[held_out], model.logit_scale
     rows = rows_of(measured, draws=options.draws, seed=options.seed)
     first, *rest_names = models
     header = ["", "chance", *models, *(f"{name} - {first}" for name in rest_names)]
@@ -362,9 +359,7 @@ def bias(options: argparse.Namespace) -> None:
         write_atomically(
             options.out / "bias.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n"
         )
-        write_atomically(options.out / "figure3.png", map_picture(shown, owners))
-        write_atomically(options.out / "figure4.png", log_p_picture(shown, owners))
-        print(f"Written: bias.json, figure3.png and figure4.png in {options.out}")
+        print(f"Written: {options.out / 'bias.json'}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

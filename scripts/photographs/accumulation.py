@@ -34,9 +34,8 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups, warmup_cosine
 from scripts.photographs.heads import EMBED_DIM, HIDDEN, START_SCALE, Training, epoch_order
 from scripts.photographs.mixtures import WIDTH, Store, principal_components
-from scripts.photographs.prepare import flickr8k_split
 from scripts.photographs.study import append_records, commit, read_protocol, read_records
-from scripts.photographs.styles import read_captions
+from scripts.photographs.styles import flickr8k_split, read_captions
 
 PART = "accumulation"
 TOKENS = 24

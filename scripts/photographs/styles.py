@@ -4,7 +4,7 @@
 
 A style is a transform of the picture and one of the captions of a photograph, as a source of the web has its own look and its
 own way of writing. A.5 of the paper is `framed` against `plain` with the longest and the shortest caption. Each part of
-Flickr8k (`prepare.flickr8k_split`) is encoded in each style that the protocol needs; features are those of EfficientNet-Lite0
+Flickr8k (`flickr8k_split`) is encoded in each style that the protocol needs; features are those of EfficientNet-Lite0
 at 96 px (1,280 numbers) and MiniLM-L6 (384). No other program of this study reads the pictures.
 """
 
@@ -27,11 +27,22 @@ from PIL import Image, ImageDraw, ImageFilter, ImageOps
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.core.files import save_atomically
 from scripts.encoders import fetch_encoders
-from scripts.photographs.prepare import IMAGE_PX, flickr8k_split
 
 Picture = Image.Image
+HELD_OUT = 1000  # photographs of each held-out set
+IMAGE_PX = 96
 AT_ONCE = 8  # pictures; glibc returns larger blocks to the kernel and faults them in again
 TOKENS = 48
+
+
+def flickr8k_split(names: Sequence[str]) -> dict[str, list[str]]:
+    """Divide photographs into test, validation and train by the SHA-256 of the file name."""
+    ordered = sorted(names, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    return {
+        "test": ordered[:HELD_OUT],
+        "validation": ordered[HELD_OUT : 2 * HELD_OUT],
+        "train": ordered[2 * HELD_OUT :],
+    }
 
 
 def _framed(picture: Picture) -> Picture:

@@ -18,8 +18,7 @@ from scripts.photographs import accumulation, study, study_report
 from scripts.photographs.heads import Heads, Pairs, Training, epoch_order, train
 from scripts.photographs.mixtures import WIDTH as WIDTH_OF_STUDY
 from scripts.photographs.mixtures import neighbours_mixing, source_probe
-from scripts.photographs.prepare import flickr8k_split
-from scripts.photographs.styles import CAPTIONS, PICTURES
+from scripts.photographs.styles import CAPTIONS, PICTURES, flickr8k_split
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTOCOL = study.read_protocol()

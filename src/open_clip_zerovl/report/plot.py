@@ -175,17 +175,6 @@ def draw_levels(axes: Any, levels: Mapping[str, tuple[float, str]], form: str = 
         )
 
 
-def top_legend(figure: Any, looks: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw a legend above the figure: label -> arguments of matplotlib's Line2D."""
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], label=plain(label), **look) for label, look in looks.items()]
-    columns = max(1, min(len(handles), int(figure.get_figwidth() / 1.9)))
-    figure.legend(
-        handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9
-    )
-
-
 def moving_average(values: np.ndarray, reach: int) -> np.ndarray:
     """Compute the mean of each value and up to `reach` neighbours on either side, fewer at the ends: (n,) -> (n,).
 
