@@ -18,6 +18,7 @@ FLOORS = (
     ("recipe", "evaluate", "prepare"),
     ("training", "align", "finetune"),
     ("trial",),
+    ("api",),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
@@ -37,7 +38,9 @@ def modules(src: Path = SRC) -> dict[str, frozenset[str]]:
 def room_of(module: str) -> str:
     """`open_clip_zerovl.data.sources` -> `data`; `training.main` -> `training`; the package itself -> ``."""
     first, *rest = module.split(".")
-    return (rest[0] if rest else "") if first == "open_clip_zerovl" else first
+    if first != "open_clip_zerovl":
+        return first
+    return "api" if rest == ["results"] else "".join(rest[:1])
 
 
 def imports_of(code: str, module: str) -> frozenset[str]:

@@ -34,8 +34,8 @@ from open_clip_zerovl.core.launch import (
     name_of_rank,
     ranks_here,
 )
-from open_clip_zerovl.core.lazy import uncollected
 from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
+from open_clip_zerovl.core.releases import uncollected
 
 TORCHRUN = "--torchrun"
 

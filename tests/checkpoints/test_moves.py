@@ -16,7 +16,7 @@ import torch
 from timm.models._hub import save_for_hf
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BitImageProcessor, Dinov2Config
 
-import open_clip_zerovl
+import open_clip_zerovl.api as zerovl
 from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.card import MOVED
 from open_clip_zerovl.checkpoints.export import _for_repository, export_local_dir, loading_notes
@@ -100,7 +100,7 @@ def home(tmp_path_factory) -> Path:
         ("aligned", f"timm:{home / 'timm'}"),
         ("aligned-dual", f"hf:{home / 'dinov2'}"),
     ):
-        aligned = open_clip_zerovl.align(
+        aligned = zerovl.align(
             image=image,
             text=f"hf:{bert}",
             data=f"p={home / 'pairs'}",

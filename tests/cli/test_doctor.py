@@ -91,7 +91,7 @@ def test_an_open_clip_of_a_wrong_version_is_found_by_the_command(tmp_path):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]),
     }
-    program = "from open_clip_zerovl.cli.doctor import *; print(page([Finding('open_clip_torch', *open_clip_version())]))"
+    program = "from open_clip_zerovl.cli.doctor import *; print(page([('open_clip_torch', *open_clip_version())]))"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     seen = "1> open_clip_torch  2.30.0           supported: 3.3.x, tested with 3.3.0; 4.x, tested"
@@ -118,7 +118,7 @@ def test_a_wrong_gradient_is_found(monkeypatch):
 def test_a_check_that_fails_does_not_end_the_other_checks(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "dga_error", lambda device: 1 / 0)
     monkeypatch.setattr(doctor, "version", lambda requirement: 1 / 0)
-    findings = {finding.topic: finding.problem for finding in doctor.examine(tmp_path)}
+    findings = {topic: problem for topic, _, problem in doctor.examine(tmp_path)}
     for topic in ("cpu", "torch"):
         assert "ZeroDivisionError" in (findings[topic] or "")
     assert findings["CPU cores"] is None
@@ -150,9 +150,9 @@ def test_small_limits_are_reported(monkeypatch, tmp_path):
 
 def test_the_page_numbers_what_is_wrong():
     findings = [
-        doctor.Finding("a", "1"),
-        doctor.Finding("bc", "2", "mend it"),
-        doctor.Finding("d", "3", "and this"),
+        ("a", "1", None),
+        ("bc", "2", "mend it"),
+        ("d", "3", "and this"),
     ]
     assert doctor.page(findings).splitlines() == [
         "   a   1", "1> bc  2", "2> d   3", "", "1. bc: mend it", "2. d: and this",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import os
@@ -19,11 +18,11 @@ from PIL import Image
 from timm.models._hub import save_for_hf
 from transformers import AutoConfig, AutoModel
 
-import open_clip_zerovl
-from open_clip_zerovl import UserError
+import open_clip_zerovl.api as zerovl
+from open_clip_zerovl.api import words_of
 from open_clip_zerovl.checkpoints.weights import read_state_dict
-from open_clip_zerovl.cli.api import words_of
 from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import follow_training
 from open_clip_zerovl.evaluate.search import Hit
 from support import warm
@@ -71,15 +70,15 @@ def home(tmp_path_factory) -> Path:
     save_for_hf(timm.create_model("test_vit.r160_in1k", pretrained=False), home / "timm")
     write_bert(home / "bert")
     AutoModel.from_config(AutoConfig.from_pretrained(home / "bert")).save_pretrained(home / "bert")
-    open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
     return home
 
 
 @pytest.fixture(scope="module")
 def run(home):
     """A run by the function."""
-    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
-    return open_clip_zerovl.train(
+    packed = zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    return zerovl.train(
         name="call",
         logs=home / "logs",
         model_config=home / "tiny.json",
@@ -108,34 +107,23 @@ def test_keyword_arguments_are_the_words_of_a_command_line():
     assert words == line.split()
 
 
-def test_a_function_stays_one_after_imports_of_its_package():
-    """`open_clip_zerovl.align` is a room, too; an import of a module of it sets that name."""
-    code = "import open_clip_zerovl as z; from open_clip_zerovl import align, evaluate, finetune, pack, search, train\n"
-    code += "import open_clip_zerovl.align.request, open_clip_zerovl.finetune.flags\n"
-    code += "from open_clip_zerovl import align as again; assert again is align and callable(z.align) and callable(finetune)"
-    subprocess.run([PYTHON, "-c", code], check=True)
-    assert "from_" in inspect.signature(open_clip_zerovl.finetune).parameters
-
-
 def test_the_import_loads_no_torch():
-    code = (
-        "import sys, open_clip_zerovl as z; z.pack, z.align, z.train; print('torch' in sys.modules)"
-    )
+    code = "import sys, open_clip_zerovl.api; print('torch' in sys.modules)"
     done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_errors_are_user_errors(home, tmp_path):
     with pytest.raises(UserError, match=r"no flag --test-shar; did you mean --test-share\?"):
-        open_clip_zerovl.pack(home / "pictures", out=tmp_path / "x", test_shar=0.1)
+        zerovl.pack(home / "pictures", out=tmp_path / "x", test_shar=0.1)
     with pytest.raises(UserError, match="task='search' is not one of"):
-        open_clip_zerovl.evaluate("m", "a=b", "search")
+        zerovl.evaluate("m", "a=b", "search")
     with pytest.raises(UserError, match=r"ended with status 2: there is no flag --modelx"):
-        open_clip_zerovl.train(name="x", logs=tmp_path, modelx="tiny")
+        zerovl.train(name="x", logs=tmp_path, modelx="tiny")
 
 
 def test_pack(home, tmp_path):
-    packed = open_clip_zerovl.pack(home / "pictures", out=tmp_path / "call", test_share=0.2)
+    packed = zerovl.pack(home / "pictures", out=tmp_path / "call", test_share=0.2)
     command = ["data", "pack", str(home / "pictures"), "--out", str(tmp_path / "command")]
     assert main([*command, "--test-share", "0.2"]) == 0
     called = contents(tmp_path / "call", "*.tar", "*.json", "*.csv")
@@ -149,7 +137,7 @@ def test_pack(home, tmp_path):
 
 
 def test_train(home, run, capfd):
-    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    packed = zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
     words = words_of(TRAIN | {"model_config": home / "tiny.json"}, ())
     words += [f"--train-data={packed.train_data}", f"--retrieval-data={packed.held_out}"]
     command = [sys.executable, "-m", "open_clip_zerovl.cli", "train", *words]
@@ -165,7 +153,7 @@ def test_train(home, run, capfd):
 
 def test_an_interrupted_training_goes_on_with_the_same_call(home, run, monkeypatch):
     """As a notebook's kernel does: the interrupt comes in the middle of a step's line."""
-    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    packed = zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
     asked = {
         "model_config": home / "tiny.json",
         "train_data": packed.train_data,
@@ -188,14 +176,14 @@ def test_an_interrupted_training_goes_on_with_the_same_call(home, run, monkeypat
     signal.signal(signal.SIGINT, handler)
     assert any("The same command goes on" in line for line in lines), lines[-5:]
     assert not (home / "logs/stopped/checkpoints/epoch_2.pt").exists()
-    again = open_clip_zerovl.train(name="stopped", logs=home / "logs", **asked)
+    again = zerovl.train(name="stopped", logs=home / "logs", **asked)
     first, second = read_state_dict(run.model_path), read_state_dict(again.model_path)
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
 
 
 def test_evaluate(home, run, tmp_path):
-    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
-    scores = open_clip_zerovl.evaluate(run, packed.held_out, device="cpu")
+    packed = zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    scores = zerovl.evaluate(run, packed.held_out, device="cpu")
     command = ["retrieval", str(run.model_path), "--data", packed.held_out, "--device=cpu"]
     assert main([*command, "--output", str(tmp_path / "scores.json")]) == 0
     assert as_json(scores) == json.loads((tmp_path / "scores.json").read_text())["results"]
@@ -205,7 +193,7 @@ def test_evaluate(home, run, tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number}.png").write_bytes((home / f"pictures/{number:02d}.png").read_bytes())
     labelled = f"c={tmp_path / 'classes'}"
-    accuracy = open_clip_zerovl.evaluate(run, labelled, "zero-shot", device="cpu")
+    accuracy = zerovl.evaluate(run, labelled, "zero-shot", device="cpu")
     command = ["zero-shot", str(run.model_path), "--data", labelled, "--device=cpu"]
     assert main([*command, "--output", str(tmp_path / "accuracy.json")]) == 0
     assert as_json(accuracy) == json.loads((tmp_path / "accuracy.json").read_text())["results"]
@@ -214,7 +202,7 @@ def test_evaluate(home, run, tmp_path):
 
 def test_search(home, run, tmp_path):
     options = {"device": "cpu", "cache": tmp_path / "cache", "best": 3}
-    hits = open_clip_zerovl.search(run, home / "pictures", "a <b>red</b> house", **options)
+    hits = zerovl.search(run, home / "pictures", "a <b>red</b> house", **options)
     command = ["search", str(run.model_path), str(home / "pictures"), "a <b>red</b> house"]
     command += ["--device=cpu", "--best=3", "--cache", str(tmp_path / "cache")]
     assert main([*command, "--output", str(tmp_path / "hits.json")]) == 0
@@ -224,9 +212,9 @@ def test_search(home, run, tmp_path):
     ]
     shown = hits._repr_html_()
     assert len(hits) == 3 and shown.count("<figure>") == 3 and "data:image/jpeg" in shown
-    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    packed = zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
     pixels = {file: np.array(Image.open(file)) for file in (home / "pictures").glob("*.png")}
-    of_shards = open_clip_zerovl.search(run, packed, "a red house", **options)
+    of_shards = zerovl.search(run, packed, "a red house", **options)
     for number, hit in enumerate([*hits, *of_shards]):
         picture = hit.open()  # of a file, or of a member of a shard
         assert picture.mode == "RGB" and picture.size == (40, 40)
@@ -237,10 +225,10 @@ def test_search(home, run, tmp_path):
 
 
 def test_align(home, tmp_path):
-    packed = open_clip_zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
+    packed = zerovl.pack(home / "pictures", out=home / "packed", test_share=0.2)
     encoders = {"image": f"timm:{home / 'timm'}", "text": f"hf:{home / 'bert'}"}
     options = {"embed_dim": 16, "epochs": 2, "batch_size": 16, "device": "cpu"}
-    aligned = open_clip_zerovl.align(
+    aligned = zerovl.align(
         **encoders, data=packed, out=tmp_path / "call", **options, rows=tmp_path / "rows"
     )
     words = words_of(
@@ -265,7 +253,7 @@ def test_finetune_asks_for_what_its_command_does(home, tmp_path, monkeypatch):
 
     monkeypatch.setattr("open_clip_zerovl.finetune.finetuning.run_finetune", record)
     asked = {"set": {"lr": 5e-4, "siglip": True}, "alphas": "0.5", "device": "cpu", "kept": "a=b"}
-    open_clip_zerovl.finetune(from_="m", data=home, out=tmp_path, **asked)
+    zerovl.finetune(from_="m", data=home, out=tmp_path, **asked)
     words = ["finetune", "--from=m", f"--data={home}", f"--out={tmp_path}", "--alphas=0.5"]
     assert main([*words, "--device=cpu", "--kept=a=b", "--set=lr=0.0005", "--set=siglip"]) == 0
     assert requests[0] == requests[1]
@@ -274,9 +262,7 @@ def test_finetune_asks_for_what_its_command_does(home, tmp_path, monkeypatch):
 @pytest.mark.slow(reason="two fine-tunings, a minute")
 def test_finetune(home, run, tmp_path):
     asked = {"set": {"lr": 5e-4, "epochs": 1}, "alphas": "0.5", "device": "cpu", "batch_size": 16}
-    tuned = open_clip_zerovl.finetune(
-        from_=run, data=home / "packed", out=tmp_path / "call", **asked
-    )
+    tuned = zerovl.finetune(from_=run, data=home / "packed", out=tmp_path / "call", **asked)
     words = [*words_of(asked, {"--set"}), "--from", str(run.model_path)]
     command = ["finetune", *words, "--data", str(home / "packed")]
     assert main([*command, "--out", str(tmp_path / "command")]) == 0

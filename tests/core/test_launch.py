@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from open_clip_zerovl.cli.train import take_gpus
 from open_clip_zerovl.core import launch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import (
@@ -20,6 +19,7 @@ from open_clip_zerovl.core.launch import (
     missing_ranks,
     ranks_here,
     start_training,
+    take_gpus,
     training_command,
     visible_gpus,
 )

@@ -41,7 +41,8 @@ sys.meta_path.insert(0, Absent())
 for name in ("open_clip", "timm", "transformers", "torchvision", "PIL", "safetensors", "pandas"):
     assert name not in tops, name
 import torch
-from open_clip_zerovl import ContrastiveLoss, DecoupledGradientAccumulation
+from open_clip_zerovl.dga import DecoupledGradientAccumulation
+from open_clip_zerovl.losses import ContrastiveLoss
 
 class Towers(torch.nn.Module):
     def __init__(self):

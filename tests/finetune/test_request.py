@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from open_clip_zerovl import api
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.cli import api
 from open_clip_zerovl.cli.program import parser_of
 from open_clip_zerovl.core import command
 from open_clip_zerovl.core.errors import UserError

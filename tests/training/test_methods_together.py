@@ -8,8 +8,8 @@ import open_clip
 import pytest
 import torch
 
-from open_clip_zerovl import CoinFlipMixup, ContrastiveLoss, reversed_partner
-from open_clip_zerovl.recipe.mixup import Mix
+from open_clip_zerovl.losses import ContrastiveLoss, reversed_partner
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from support.dga_reference import errors as relative_errors
 from support.programs import COMMON, launch
 from support.replayed import features_of

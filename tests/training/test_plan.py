@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from open_clip_zerovl.cli import train as cli_train
+from open_clip_zerovl.cli import program
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.step import RecipeStep
@@ -74,7 +74,7 @@ def test_what_is_missing_is_a_sentence(run, tmp_path, capfd):
 
 def test_the_command_is_a_training_with_the_flag(monkeypatch):
     became = []
-    monkeypatch.setattr(cli_train.os, "execv", lambda program, words: became.append(words))
+    monkeypatch.setattr(program.os, "execv", lambda program, words: became.append(words))
     zerovl(["plan", "--gpus", "2", "--", "--model", "x", "--train-data", "a=/x"])
     (words,) = became
     assert words[-5:] == ["--plan", "--model", "x", "--train-data", "a=/x"] and "2" in words

@@ -4,7 +4,3 @@
 
 Only linear heads and the temperature are trained, as in SAIL (CVPR 2025), ShareLock (2024) and FuseMix (CVPR 2024).
 """
-
-from open_clip_zerovl.core.lazy import make_callable
-
-make_callable(__name__, "open_clip_zerovl.cli.api:align")

@@ -12,7 +12,7 @@ from open_clip_zerovl.core.flags import (
     positive,
     seed,
 )
-from open_clip_zerovl.losses import POSITIVES
+from open_clip_zerovl.recipe.flags import POSITIVES
 
 
 @dataclass(frozen=True, kw_only=True)

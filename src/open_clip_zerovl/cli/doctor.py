@@ -12,15 +12,15 @@ import platform
 import re
 import resource
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 from open_clip_zerovl.core.errors import UserError, kind_and_message
 from open_clip_zerovl.core.files import free_space
-from open_clip_zerovl.core.launch import missing_ranks
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.core.releases import line_of, supported, version_here
 
@@ -32,14 +32,18 @@ LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
 TOLERANCE = 5e-5  # relative error of a gradient in fp32 (invariant 1)
 
 Seen = tuple[str, "str | None"]  # what a check has seen, and the fault with its remedy
+Finding = tuple[str, str, "str | None"]  # the same after its topic
 
 
-class Finding(NamedTuple):
-    """One line of the page: a subject, its finding, and the fault with its remedy, or None."""
+def doctor(*, logs: Annotated[Path, "where runs would be kept", "DIR"] = Path("logs")) -> int:
+    """Write one page to paste into an issue: versions, a DGA step on every device, and limits that end runs.
 
-    topic: str
-    seen: str
-    problem: str | None = None
+    Exit status 1 where something is wrong.
+    """
+    print("zerovl doctor: checking packages, devices and limits ...", file=sys.stderr)
+    findings = examine(logs)
+    print(page(findings))
+    return int(any(problem is not None for _, _, problem in findings))
 
 
 def examine(logs: Path) -> list[Finding]:
@@ -48,26 +52,27 @@ def examine(logs: Path) -> list[Finding]:
     Args:
         logs: the runs' folder, whose free disk is checked.
     """
-    findings = []
+    findings: list[Finding] = []
     for topic, check in checks(logs):
         try:
-            findings.append(Finding(topic, *check()))
+            findings.append((topic, *check()))
         except Exception as error:  # a doctor reports whatever a broken installation raises
             advice = f"{kind_and_message(error)}; install {PACKAGE} again"
-            findings.append(Finding(topic, "could not be checked", advice))
+            findings.append((topic, "could not be checked", advice))
     return findings
 
 
 def page(findings: Iterable[Finding]) -> str:
     """Format the findings: one line each, then what to do about each problem, by number."""
     findings = list(findings)
-    problems = [finding for finding in findings if finding.problem is not None]
-    width = max(len(finding.topic) for finding in findings)
-    lines = [
-        f"{f'{problems.index(finding) + 1}>' if finding in problems else '  '} {finding.topic:{width}}  {finding.seen}"
-        for finding in findings
-    ]
-    remedies = [f"{n}. {finding.topic}: {finding.problem}" for n, finding in enumerate(problems, 1)]
+    width = max(len(topic) for topic, _, _ in findings)
+    lines, remedies = [], []
+    for topic, seen, problem in findings:
+        mark = ""
+        if problem is not None:
+            remedies.append(f"{len(remedies) + 1}. {topic}: {problem}")
+            mark = f"{len(remedies)}>"
+        lines.append(f"{mark:2} {topic:{width}}  {seen}")
     return "\n".join([*lines, "", *(remedies or ["Nothing is wrong."])])
 
 
@@ -76,25 +81,20 @@ def checks(logs: Path) -> Iterator[tuple[str, Callable[[], Seen]]]:
     system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield "python", lambda: (system, None)
     yield PACKAGE, lambda: (metadata.version(PACKAGE), None)
-    for requirement in requirements():
+    try:
+        requirements = [each for each in metadata.requires(PACKAGE) or () if "extra ==" not in each]
+    except metadata.PackageNotFoundError:  # which the check before has shown
+        requirements = []
+    for requirement in requirements:
         name = re.split(r"[^\w.-]", requirement)[0]
         check = open_clip_version if name == "open_clip_torch" else partial(version, requirement)
         yield name, check
     for device in devices():
         yield device, partial(step_on, device)
-    yield "ranks", ranks
     yield "CPU cores", lambda: (str(usable_cores()), None)
     yield "shared memory", shared_memory
     yield "open files", open_files
     yield "disk for --logs", partial(disk, logs)
-
-
-def requirements() -> list[str]:
-    """List the packages that this one needs with their ranges; [] where it is not installed, which its own check shows."""
-    try:
-        return [each for each in metadata.requires(PACKAGE) or () if "extra ==" not in each]
-    except metadata.PackageNotFoundError:
-        return []
 
 
 def version(requirement: str) -> Seen:
@@ -133,18 +133,15 @@ def step_on(name: str) -> Seen:
     """Compare a DGA step's gradient on a device with one graph's."""
     import torch
 
-    threads = torch.get_num_threads()
-    what = f"{threads} threads" if name == "cpu" else torch.cuda.get_device_name(name)
+    what = (
+        f"{torch.get_num_threads()} threads" if name == "cpu" else torch.cuda.get_device_name(name)
+    )
     if name == "cpu" and shutil.which("nvidia-smi") and not torch.cuda.is_available():
         return what, (
             f"there is a driver, but torch {torch.__version__} finds no GPU: install a torch whose CUDA the driver supports, "
             "and look at CUDA_VISIBLE_DEVICES"
         )
-    torch.set_num_threads(1)  # a second one waits longer than so small a model computes
-    try:
-        error = dga_error(torch.device(name))
-    finally:
-        torch.set_num_threads(threads)
+    error = dga_error(torch.device(name))
     problem = f"DGA's gradient differs from one graph's by {error:.1e}, more than {TOLERANCE:.0e}; report it"
     return f"{what}; DGA step exact to {error:.0e}", None if error <= TOLERANCE else problem
 
@@ -158,36 +155,26 @@ def dga_error(device: Any) -> float:
     import torch
     from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
-    from open_clip_zerovl.core.randomness import preserved
     from open_clip_zerovl.dga import DecoupledGradientAccumulation
     from open_clip_zerovl.losses import ContrastiveLoss
 
-    with preserved():
-        torch.manual_seed(0)
-        vision = CLIPVisionCfg(layers=2, width=64, head_width=32, patch_size=8, image_size=32)
-        text = CLIPTextCfg(context_length=8, vocab_size=64, width=32, heads=2, layers=2)
-        model = CLIP(32, vision, text, output_dict=True).to(device)
-        images = torch.randn(16, 3, 32, 32).to(device)
-        texts = torch.randint(1, 64, (16, 8)).to(device)
+    torch.manual_seed(0)
+    vision = CLIPVisionCfg(layers=2, width=64, head_width=32, patch_size=8, image_size=32)
+    text = CLIPTextCfg(context_length=8, vocab_size=64, width=32, heads=2, layers=2)
+    model = CLIP(32, vision, text, output_dict=True).to(device)
+    images = torch.randn(16, 3, 32, 32).to(device)
+    texts = torch.randint(1, 64, (16, 8)).to(device)
     loss = ContrastiveLoss()
     loss(**model(images, texts)).backward()
-    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    expected = [parameter.grad.clone() for parameter in trained]
+    expected = {name: each.grad.clone() for name, each in model.named_parameters()}
     model.zero_grad()
     dga = DecoupledGradientAccumulation(model, loss, retain=1)
     dga.backward(list(zip(images.split(4), texts.split(4), strict=True)))
-    floor = 1e-6 * float(torch.stack([gradient.norm() for gradient in expected]).norm())
+    floor = 1e-6 * float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
     return max(
-        float((parameter.grad - wanted).norm()) / max(float(wanted.norm()), floor)
-        for parameter, wanted in zip(trained, expected, strict=True)
+        float((each.grad - expected[name]).norm()) / max(float(expected[name].norm()), floor)
+        for name, each in model.named_parameters()
     )
-
-
-def ranks() -> Seen:
-    """Look for a launcher that has announced ranks which nobody starts."""
-    missing = missing_ranks()
-    tasks = os.environ.get("SLURM_NTASKS", "none announced")
-    return tasks, None if missing is None else f"a training is {missing}"
 
 
 def shared_memory() -> Seen:
@@ -207,11 +194,9 @@ def open_files() -> Seen:
 def disk(logs: Path) -> Seen:
     """Look at the disk of the runs."""
     folder, free_bytes = free_space(logs)
-    seen = f"{free_bytes / GIB:.1f} GiB free"
+    problem = None
+    if free_bytes < LEAST_DISK_GIB * GIB:
+        problem = "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs"
     if not os.access(folder, os.W_OK):
-        return seen, f"{folder} cannot be written; choose another --logs"
-    few = free_bytes < LEAST_DISK_GIB * GIB
-    return (
-        seen,
-        "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs" if few else None,
-    )
+        problem = f"{folder} cannot be written; choose another --logs"
+    return f"{free_bytes / GIB:.1f} GiB free", problem

@@ -1,7 +1,7 @@
 """`zerovl <command>`. In the library only this room reads a command line.
 
-A command is a function of api.py: its parameters are the flags, the text of its result is printed. Only the parser of the
-command that is called is made, and its modules are imported when it runs: `--help` does not wait for torch.
+A command is a function of `open_clip_zerovl.api`: its parameters are the flags, the text of its result is printed. Only the
+parser of the command that is called is made, and its modules are imported when it runs: `--help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from open_clip_zerovl import __version__
-from open_clip_zerovl.cli.train import become_plan, become_training
 from open_clip_zerovl.core.command import add_parameters, run
 from open_clip_zerovl.core.errors import DEBUG, DEBUG_HELP, argparse_sentence, ended, nearest
-from open_clip_zerovl.core.lazy import load_open_clip
+from open_clip_zerovl.core.launch import take_gpus, training_command
+from open_clip_zerovl.core.releases import load_open_clip
 
-# Group -> command -> (its function in api.py, "" for one that becomes a training; its line in the list).
+# Group -> command -> (its function, "" for one that becomes a training; its line in the list).
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "every day": {
         "data pack": (
@@ -86,6 +86,38 @@ SILENT = (
     "search",
     "zero-shot",
 )
+
+
+def become_training(words: Sequence[str]) -> NoReturn:
+    """Put the training program in this process's place, with its signals, terminal and exit status.
+
+    Args:
+        words: those of `python -m training.main`, and `--gpus N`.
+
+    Raises:
+        UserError: `--gpus` without a number, or a training program that is not whole.
+    """
+    gpus, arguments = take_gpus(words)
+    asks_help = any(word in ("-h", "--help") for word in arguments)
+    command = training_command(arguments, 1 if asks_help else gpus)
+    if asks_help:
+        print(
+            "zerovl train [--gpus N] FLAGS: one process for each GPU that CUDA_VISIBLE_DEVICES leaves visible, or N; with "
+            "--device cpu one, or N.\nThe flags are those of python -m training.main:\n",
+            flush=True,
+        )
+    os.execv(command[0], command)
+
+
+def become_plan(words: Sequence[str]) -> NoReturn:
+    """Put a training in this process's place that takes two steps and prints what the whole run takes.
+
+    Args:
+        words: those of `zerovl train`.
+    """
+    become_training(["--plan", *(word for word in words if word != "--")])
+
+
 # their flags are those of training, for which they have parsers of their own
 TAKE_WORDS: dict[str, Callable[[Sequence[str]], Any]] = {
     "train": become_training,
@@ -122,9 +154,10 @@ def run_command(words: Sequence[str]) -> Any:
 
 def function_of(name: str) -> Callable[..., Any]:
     """The function of a command, of which the parser is made."""
-    from open_clip_zerovl.cli import api
+    from open_clip_zerovl import api
+    from open_clip_zerovl.cli.doctor import doctor
 
-    return getattr(api, ALL[name][0])
+    return doctor if name == "doctor" else getattr(api, ALL[name][0])
 
 
 def parser_of(name: str) -> Parser:

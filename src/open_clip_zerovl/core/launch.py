@@ -81,6 +81,28 @@ def training_command(
     return [sys.executable, str(program), *how, *arguments]
 
 
+def take_gpus(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Split a line into the number of `--gpus` (None if it is not given) and the other words.
+
+    Raises:
+        UserError: it is not a positive number.
+    """
+    gpus = None
+    rest = []
+    left = list(words[1:] if words[:1] == ["--"] else words)
+    while left:
+        word = left.pop(0)
+        flag, has_value, value = word.partition("=")
+        if flag != "--gpus":
+            rest.append(word)
+            continue
+        value = value if has_value else left.pop(0) if left else ""
+        if not value.isdecimal() or int(value) < 1:
+            raise UserError(f"--gpus {value}".strip() + ": give the number of processes, 1 or more")
+        gpus = int(value)
+    return gpus, rest
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A child process that trains
 # ---------------------------------------------------------------------------------------------------------------------

@@ -39,10 +39,10 @@ from open_clip_zerovl.data.names import (
     is_captions,
     is_named,
 )
-from open_clip_zerovl.losses import POSITIVES
 from open_clip_zerovl.sampling import STRATEGIES
 
 TOWERS = ("image", "text")
+POSITIVES = ("pair", "caption", "image", "both")  # whose samples share a target
 ABLATIONS = ("detached-gather", "no-replay")
 CAPTIONERS = ("coca", "mammut")  # in the names of models that also learn to write captions
 RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")

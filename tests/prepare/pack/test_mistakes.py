@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-import open_clip_zerovl
+import open_clip_zerovl.api as zerovl
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
@@ -542,7 +542,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
         align,
         "zerovl retrieval ViT-B-32/laion2b_s34b_b79k --data 'my-out=my out'",
     ]
-    open_clip_zerovl.pack("my pets", out="my out", test_share=0.3)
+    zerovl.pack("my pets", out="my out", test_share=0.3)
     in_python = capsys.readouterr().out.splitlines()  # without commands to type
     assert in_python[1:] == printed[:-5]
     assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0

@@ -1,13 +1,12 @@
-"""Lazily exported names, and model configs registered in whichever order open_clip and `models` are imported."""
+"""What an import loads, and model configs registered in whichever order open_clip and `models` are imported."""
 
 import gc
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from open_clip_zerovl.core.lazy import uncollected
+from open_clip_zerovl.core.releases import uncollected
 
 
 def output_of(code: str, *arguments: str) -> str:
@@ -48,7 +47,7 @@ def test_configs_are_registered_in_either_order():
         "import open_clip_zerovl",
         "import open_clip_zerovl.cli",
         "from open_clip_zerovl.cli.program import command_list; command_list()",
-        "import open_clip_zerovl.dga, open_clip_zerovl.data, open_clip_zerovl.evaluate, open_clip_zerovl.checkpoints",
+        "import open_clip_zerovl.api, open_clip_zerovl.data, open_clip_zerovl.evaluate, open_clip_zerovl.checkpoints",
     ],
 )
 def test_what_needs_no_torch_imports_none(code):
@@ -68,19 +67,3 @@ def test_imports_are_not_searched_for_garbage():
     finally:
         gc.callbacks.pop()
         gc.unfreeze()
-
-
-def test_every_name_lazy_exports_exists():
-    import open_clip_zerovl
-    from open_clip_zerovl import data, dga
-
-    for package in (open_clip_zerovl, data, dga):
-        assert package.__all__
-        for name in package.__all__:
-            assert getattr(package, name).__module__.startswith(
-                "open_clip_zerovl."
-            ) and name in dir(package)
-            # Once a module of this name is imported, it would stand in the package in the name's place.
-            assert not (Path(package.__file__).parent / f"{name}.py").exists()
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = dga.nothing

@@ -3,9 +3,11 @@
 Keyword arguments are the flags' names with underscores: `--test-share 0.1` is `test_share=0.1`, `--from` is `from_`. True sets
 a switch; None and False leave a flag out; a list gives several values, a mapping KEY=VALUE each.
 
-    packed = open_clip_zerovl.pack("photos", out="packed", test_share=0.1)
-    tuned = open_clip_zerovl.finetune(from_="ViT-B-32/laion2b_s34b_b79k", data=packed, out="tuned")
-    open_clip_zerovl.search(tuned, "photos", "a red house")
+    import open_clip_zerovl.api as zerovl
+
+    packed = zerovl.pack("photos", out="packed", test_share=0.1)
+    tuned = zerovl.finetune(from_="ViT-B-32/laion2b_s34b_b79k", data=packed, out="tuned")
+    zerovl.search(tuned, "photos", "a red house")
 
 Everything heavy is imported within the functions, so that a command's help does not wait for torch.
 """
@@ -24,14 +26,12 @@ from typing import Annotated as A
 
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags, ModelFlags
-from open_clip_zerovl.cli.results import Aligned, Hits, Packed, Run, Tuned
-from open_clip_zerovl.cli.train import take_gpus
 from open_clip_zerovl.core.command import as_word, as_words, command
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import natural, positive, redeclared
 from open_clip_zerovl.core.flags import seed as a_seed
-from open_clip_zerovl.core.launch import follow_training
-from open_clip_zerovl.core.lazy import load_open_clip
+from open_clip_zerovl.core.launch import follow_training, take_gpus
+from open_clip_zerovl.core.releases import load_open_clip
 from open_clip_zerovl.evaluate.settings import (
     CurveFlags,
     RetrievalFiles,
@@ -51,6 +51,7 @@ from open_clip_zerovl.prepare.settings import (
 )
 from open_clip_zerovl.recipe.arguments import REPEATED, parse_settings, settings_of
 from open_clip_zerovl.report.tables import Scores
+from open_clip_zerovl.results import Aligned, Hits, Packed, Run, Tuned
 from open_clip_zerovl.trial.flags import TrialFlags
 
 if TYPE_CHECKING:
@@ -485,20 +486,6 @@ def show_progress() -> None:
 def _loading(done: str, folder: Path, *notes: str) -> str:
     load = f"{done}. Load it with open_clip.create_model_and_transforms('local-dir:{folder}')."
     return "\n".join([load, *notes])
-
-
-@command
-def doctor(*, logs: A[Path, "where runs would be kept", "DIR"] = Path("logs")) -> int:
-    """Write one page to paste into an issue: versions, a DGA step on every device, and limits that end runs.
-
-    Exit status 1 where something is wrong.
-    """
-    from open_clip_zerovl.cli.doctor import examine, page
-
-    print("zerovl doctor: checking packages, devices and limits ...", file=sys.stderr)
-    findings = examine(logs)
-    print(page(findings))
-    return int(any(finding.problem is not None for finding in findings))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
