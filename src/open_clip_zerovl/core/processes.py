@@ -1,4 +1,4 @@
-"""Processes: ending with the parent process, stopping a training from outside, and the usable CPU cores.
+"""Processes: ending with the parent process, stopping a training from outside, the usable CPU cores, numpy's buffer.
 
 SIGTERM, SIGUSR1 and SIGHUP (a lost terminal) are passed on to the ranks of a training as SIGUSR1, which asks them to agree on a
 step, save it and end. Ctrl-C is passed on as it is, once each time it is pressed. torchrun does not get them: it would kill the
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +31,7 @@ SLURM_RANKS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_SECONDS = 0.2
+_BUFFER_BYTES = 64 << 20  # OpenBLAS's is 32 MiB on x86
 # Ctrl-C: the first asks to save, the second to end; after more torchrun is asked to end the ranks.
 _INTERRUPTS_PASSED_ON = 2
 
@@ -168,3 +171,25 @@ def usable_cores() -> int:
         if allowed.isdigit():
             return max(1, min(affinity, round(int(allowed) / int(period))))
     return affinity
+
+
+@cache
+def take_product_buffer(inverse: Callable[[Any], Any] | None = None) -> None:
+    """Have OpenBLAS allocate its buffer, which it does once a process, at the first inverse or large product.
+
+    Where that fails, as under a limit of memory (`ulimit -v`), OpenBLAS tries again for ever: a chart, whose transforms are
+    inverted, never ended.
+
+    Args:
+        inverse: of the library whose copy of OpenBLAS is meant; None: numpy's.
+
+    Raises:
+        MemoryError: there is no room for the buffer.
+    """
+    import numpy as np  # loads slowly
+
+    try:
+        mmap.mmap(-1, _BUFFER_BYTES).close()
+    except OSError as error:
+        raise MemoryError("no room for the buffer of matrix products") from error
+    (inverse or np.linalg.inv)(np.eye(1))

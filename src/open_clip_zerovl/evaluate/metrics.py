@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.processes import take_product_buffer
 from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.report.verdicts import CONFIDENCE, RECALL_KS, Estimate, estimate_by_t
 
@@ -506,6 +507,7 @@ class Measure:
 
         Weights (R, U). NaN where a mean has no query.
         """
+        take_product_buffer()
         with np.errstate(invalid="ignore"):
             return (weights @ self.sums.T / (weights @ self.counts.T)) @ self.factors
 

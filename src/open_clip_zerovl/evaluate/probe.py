@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.core.processes import take_product_buffer
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.labelled import class_list, open_probe_set
 from open_clip_zerovl.evaluate.metrics import (
@@ -245,9 +246,12 @@ def fit_logistic(
     Raises:
         UserError: too few images to hold some out.
     """
+    import scipy.linalg
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
+    take_product_buffer()
+    take_product_buffer(scipy.linalg.inv)
     x, y = features.double().numpy(), targets.numpy()
     mean, scale = x.mean(axis=0), x.std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)  # a constant feature becomes 0, not NaN

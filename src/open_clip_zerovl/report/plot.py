@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from open_clip_zerovl.core.processes import take_product_buffer
+
 # Colours of models, in this order: Okabe and Ito's, which people with a common colour blindness can tell apart.
 MODEL_COLOURS = ("#D55E00", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9")
 # Colours of sources: Paul Tol's muted ones.
@@ -38,6 +40,7 @@ def new_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    take_product_buffer()
     figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     return figure
