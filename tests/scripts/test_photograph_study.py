@@ -295,22 +295,27 @@ def test_the_readme_and_the_first_screen_say_what_the_rows_decide():
         for name in ("README.md", "docs/results.md")
     )
     for estimate, sentence in (
-        (larger, "batch 256 scored {:+.1f} points of mean recall ({:+.1f} to {:+.1f}) over 16"),
-        (clean, "{:+.1f} points ({:+.1f} to {:+.1f}) on clean photographs"),
+        (
+            larger,
+            "batch 256 over 16, same samples, each at its best learning rate | {:+.1f} ({:+.1f} to {:+.1f}) |",
+        ),
+        (clean, "the paper's mixture, clean photographs | {:+.1f} ({:+.1f} to {:+.1f}) |"),
     ):
         assert sentence.format(*estimate[:3]) in readme
         assert estimate.low > PROTOCOL["margin"]
+    assert f"batch 256 scored {larger.mean:.1f} points of mean recall above batch 16" in readme
     styles = [row for row in rows.values() if "cross" in row.measures]
+    assert len(styles) == 5 and "captions, five mixtures" in readme
     gains = {m: [row.estimate(m) for row in styles] for m in ("cross", "pool", "clean")}
     between = {m: sorted(estimate.mean for estimate in all_) for m, all_ in gains.items()}
     assert all(each.low > PROTOCOL["margin"] for each in gains["cross"])
     assert all(each.high < -PROTOCOL["margin"] for each in gains["pool"])
     assert all(each.low > 0 for each in gains["clean"])
     low, *_, high = between["cross"]
-    assert f"across styles {low:+.1f} to {high:+.1f} points" in readme
+    assert f"five mixtures | {low:+.1f} to {high:+.1f} |" in readme
     assert f"across the styles they gain {low:.1f} to {high:.1f} points" in page
     low, *_, high = between["pool"]
-    assert f"in one pool: there {low:.1f} to {high:.1f}" in readme
+    assert f"both styles searched together | {low:.1f} to {high:.1f} |" in readme
     assert f"as one pool: no, they lose {-high:.1f} to {-low:.1f}" in page
     low, *_, high, first = between["clean"]
     assert first == clean.mean and f"and {low:.1f} to {high:.1f} in others, where higher" in page
