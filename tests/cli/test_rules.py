@@ -572,8 +572,21 @@ def folders_with_texts(folder: Path) -> list[Path]:
     return [folder]
 
 
+def paths_in_a_table(folder: Path, form: str = "images/{}2014/{:04d}.png") -> list[Path]:
+    """The table names the pictures; only their folders say the splits."""
+    names = [form.format(split_of(n), n) for n in range(PAIRS)]
+    for n, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(encoded(picture(n)))
+    lines = [json.dumps({"image": name, "text": caption(n)}) for n, name in enumerate(names)]
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    return [folder / "pairs.jsonl"]
+
+
 SPLIT_INPUTS = {
     "a column": a_column,
+    "folders in a table's paths": paths_in_a_table,
+    "folders above classes": lambda folder: paths_in_a_table(folder, "{}/dog/{:04d}.png"),
     "JSON lines": json_lines,
     "a column of parquet": parquet_column,
     "a DatasetDict": a_dataset_dict,
@@ -607,7 +620,20 @@ def test_pack_keeps_the_splits_of_every_input(tmp_path, case, capsys):
     assert "splits, by " in capsys.readouterr().out
 
 
+def test_words_that_name_no_split_are_named(tmp_path, capsys):
+    pictures_in(tmp_path)
+    lines = [
+        json.dumps({"image": f"{n:04d}.png", "text": caption(n), "split": str(n % 3)})
+        for n in range(9)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    pack([str(tmp_path / "pairs.jsonl")], tmp_path / "out")
+    assert "column 'split' names no split with '0', '1', '2'" in capsys.readouterr().out
+
+
 def test_a_folder_that_is_called_test_holds_no_test_set(tmp_path):
+    (alone,) = paths_in_a_table(tmp_path / "one", "test/{1:04d}.png")
+    assert len(trained(str(alone))) == PAIRS
     pictures_in(tmp_path / "test")
     pack([str(a_csv(tmp_path / "test", "pairs.csv"))], tmp_path / "out", work=Work(progress=False))
     assert not (tmp_path / "out/test").exists()
@@ -759,6 +785,12 @@ def test_what_is_not_read_is_counted(tmp_path, caplog, capsys):
     said = capsys.readouterr().out
     assert report["pictures"] == 2 and "1 .heic" in said and "1 .txt" in said
     assert "1 links that lead out of the folder" in said
+    for n in range(2):
+        (folder / f"{n:04d}.png").rename(tmp_path / f"{n}.png")
+        (folder / f"{n:04d}.png").symlink_to(tmp_path / f"{n}.png")
+    (folder / "0002.png").unlink()
+    with pytest.raises(UserError, match="no picture that is read; .*3 links that lead out"):
+        pack([str(folder)], tmp_path / "out3")
 
 
 # ----------------------------------------------------------------------------------------------- the text of a caption
@@ -853,12 +885,24 @@ def test_a_picture_is_found_by_the_name_that_a_table_gives_it(tmp_path, case, fi
     (tmp_path / "in/pairs.csv").write_text(first + text)
     report = pack([str(tmp_path / "in/pairs.csv")], tmp_path / "out", work=Work(progress=False))
     assert (report["pictures"], report["captions"]) == (1, 2)
+    if not first:
+        plain = tmp_path / "in/results.tsv"  # Flickr30K's, without a header
+        plain.write_text(f"{name}\ta dog\n{name}\ta cat\n")
+        report = pack([str(plain)], tmp_path / "out2", work=Work(progress=False))
+        assert (report["pictures"], report["captions"]) == (1, 2)
 
 
-def test_base64_is_named_in_a_short_sentence(tmp_path):
-    cell = base64.b64encode(bytes(12_000)).decode()
-    (tmp_path / "pairs.csv").write_text(f"image,caption\n{cell},a dog\n")
-    with pytest.raises(UserError, match="a text of 16,000 characters .*base64") as error:
+@pytest.mark.parametrize(
+    ("cell", "size"),
+    [
+        (base64.b64encode(bytes(12_000)).decode(), "16,000"),
+        ("/9j/" + "4AAQ/" * 1000, "5,003"),  # a JPEG's base64 has slashes
+        ("data:image/png;base64,iVBO", "26"),
+    ],
+)
+def test_base64_is_named_in_a_short_sentence(tmp_path, cell, size):
+    (tmp_path / "pairs.csv").write_text(f'image,caption\n"{cell}",a dog\n')
+    with pytest.raises(UserError, match=f"a text of {size} characters .*base64") as error:
         pack([str(tmp_path / "pairs.csv")], tmp_path / "out", work=Work(progress=False))
     assert len(str(error.value)) < 400
 

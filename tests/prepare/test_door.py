@@ -223,6 +223,12 @@ def test_a_retrieval_set_is_its_split_or_all_of_a_table_without_splits(tmp_path)
     Path(table).write_text("\n".join(["filepath,title,split", *rows]) + "\n")
     sets = parse_retrieval_data(sets_as_shards(f"s={tmp_path}/in"))
     assert list(sets) == ["s"] and len(open_retrieval_set(sets["s"])) == 2
+    images = [{"id": n, "file_name": f"{n}.png"} for n in range(3)]  # MS-COCO's own annotations
+    captions = [{"image_id": n, "caption": f"{n} {k}"} for n in range(3) for k in range(2)]
+    coco = tmp_path / "in/captions_val2017.json"
+    coco.write_text(json.dumps({"images": images, "annotations": captions}))
+    (place,) = parse_retrieval_data(sets_as_shards(f"c={coco}")).values()
+    assert [len(texts) for texts in open_retrieval_set(place).captions(None)] == [2, 2, 2]
 
 
 @pytest.mark.timeout(60)

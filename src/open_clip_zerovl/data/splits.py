@@ -24,7 +24,7 @@ LOOKED_AT_SAMPLES = 100  # of a shard, for splits in their json
 SPLITS = ("train", "val", "test")  # of a packed source, a folder each
 _WORDS = {
     **dict.fromkeys(("train", "training", "restval", "trainval"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval", "evaluation"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
 _COLUMNS = ("split", "splits", "data_split", "dataset_split", "partition", "subset", "set")

@@ -23,6 +23,7 @@ from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.prepare.pack.collect import is_address
+from open_clip_zerovl.prepare.pack.columned import KarpathyReader
 from open_clip_zerovl.prepare.pack.inputs import ENDINGS, fetched, open_input
 from open_clip_zerovl.prepare.pack.packing import FORMAT, REPORT_FILE, content_of_input, pack
 from open_clip_zerovl.prepare.pack.rows import Reader
@@ -79,22 +80,28 @@ def sets_as_shards(data: str, *, say: Say = logging.info) -> str:
     """
     sets = []
     for name, place in parse_retrieval_data(data).items():
-        folder = None
-        if kind_of(str(place)).kind != "annotations":
-            _, folder = _packed(str(place), Columns(), True, say)
+        _, folder = _packed(str(place), Columns(), True, say, karpathy=False)
         if folder is not None and not (folder / "test").is_dir():
             folder /= "train"
         sets.append(f"{name}={folder or place}")
     return "::".join(sets)
 
 
-def _packed(text: str, columns: Columns, strict: bool, say: Say) -> tuple[Path, Path | None]:
-    """Return the folder that names a component, and the one that it is packed into, None for shards."""
+def _packed(
+    text: str, columns: Columns, strict: bool, say: Say, *, karpathy: bool = True
+) -> tuple[Path, Path | None]:
+    """Return the folder that names a component, and the one that it is packed into, None for shards.
+
+    Args:
+        karpathy: pack Karpathy's annotations too.
+    """
     home, inputs, pictures_in = _inputs(text)
     if pictures_in is not None:
         columns = replace(columns, pictures_in=pictures_in)
     readers = [open_input(path, columns) for path in inputs]
     if not readers or any(reader.form == "webdataset" for reader in readers):
+        return home, None
+    if not karpathy and any(isinstance(reader, KarpathyReader) for reader in readers):
         return home, None
     settings = PackSettings(columns=columns)
     command = f"`zerovl data pack {' '.join(shlex.quote(str(path)) for path in inputs)} --out DIR`"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.pack.columns import is_utf8, texts_of
 from open_clip_zerovl.prepare.pack.download import Downloader
 from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, Picture, encode_picture
@@ -110,7 +111,7 @@ class Collecting:
             content = self._local(input, row.place)
         else:
             content = self.downloader(row.place)
-        held_out = row.split != "train"
+        held_out = split_of_word(row.split) in ("val", "test")
         encoding = replace(self.encoding, shorter_side_px=None) if held_out else self.encoding
         stored = encode_picture(content, encoding, hashed=True)
         about = {**stored.about, "bytes": len(stored.content), "sum": sum_of(stored.content)}

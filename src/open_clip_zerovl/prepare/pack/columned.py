@@ -17,7 +17,6 @@ from typing import IO, Any, BinaryIO, cast
 
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data.class_words import class_words
-from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.pack import parquet
 from open_clip_zerovl.prepare.pack.classes import ClassTemplates
 from open_clip_zerovl.prepare.pack.columns import (
@@ -30,7 +29,7 @@ from open_clip_zerovl.prepare.pack.columns import (
 )
 from open_clip_zerovl.prepare.pack.csv_rows import CsvRows
 from open_clip_zerovl.prepare.pack.places import Places, public_name
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, word_of
 from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
@@ -68,7 +67,8 @@ class ColumnReader(Reader):
 
     def rows(self) -> Iterator[PairRow]:
         for file in self.files:
-            places, split = Places(file, self.wanted.pictures_in), self._split_of(file)
+            places = Places(file, self.wanted.pictures_in)
+            split = self._split_of(file) if self.splits.says else ""
             for row in places.checked(self._rows(file, places)):
                 yield row if row.split else row._replace(split=split)
 
@@ -76,7 +76,7 @@ class ColumnReader(Reader):
         chosen = self.chosen
         for line, fields in self.records(file):
             if isinstance(fields, str):
-                yield PairRow("", (), file.name, line, refused=fields, split="")
+                yield PairRow("", (), file.name, line, refused=fields)
                 continue
             picture, name = fields.get(chosen.picture), ""
             if isinstance(picture, dict):
@@ -90,7 +90,7 @@ class ColumnReader(Reader):
                 line,
                 fields.get(chosen.source) if chosen.source else None,
                 label=label,
-                split=(split_of_word(fields.get(chosen.split)) if chosen.split else None) or "",
+                split=word_of(fields.get(chosen.split)) if chosen.split else "",
             )
             if label == "":
                 yield row._replace(label=None, refused="no class")
@@ -500,5 +500,5 @@ def _names(records: Iterable[Any]) -> list[str]:
 
 def _names_a_picture(field: str) -> bool:
     """True for an address, and for the name of a picture's file."""
-    field = field.strip().lower()
+    field = re.sub(r"#\d+$", "", field.strip().lower())  # Flickr30K's captions
     return field.startswith(ADDRESS) or field.endswith(tuple(PICTURE_SUFFIXES))

@@ -29,7 +29,7 @@ from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_addre
 from open_clip_zerovl.prepare.pack.inputs import fetched, named_input, open_input
 from open_clip_zerovl.prepare.pack.page import write_report_page
 from open_clip_zerovl.prepare.pack.rows import Reader, SourceNames, source_name
-from open_clip_zerovl.prepare.pack.split import exclude, hold_out
+from open_clip_zerovl.prepare.pack.split import exclude, hold_out, split_by_folders
 from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split
 from open_clip_zerovl.prepare.settings import Limits, PackSettings, Work
@@ -40,7 +40,7 @@ REPORT_FILE = "report.json"
 SCRATCH = ".pack"
 
 #: Raised by one when the same inputs and settings give other shards than before.
-FORMAT = 6
+FORMAT = 7
 #: Settings on which the shards depend, but not the pictures that are read.
 _LATE = ("test_share", "shard_size", "seed", "left_out")
 
@@ -148,6 +148,7 @@ def _finish(
 ) -> dict[str, Any]:
     """Split, exclude, write the shards and the report."""
     with announced("sorting the pairs", progress):
+        split_by_folders(store, len(readers))
         store.make_samples()
     names = store.sources()
     if not names:

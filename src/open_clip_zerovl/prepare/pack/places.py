@@ -31,7 +31,7 @@ def public_name(name: str) -> str:
 #: Rows of a file whose pictures are looked for before work begins: if none of them is there, the paths are wrong.
 LOOKED_AT = 200
 _SEARCHED_ENTRIES = 20_000
-_LONGEST_NAME = 255  # bytes of a file's name
+_LONGEST_NAME, _LONGEST_PATH = 255, 1024  # of a file; a longer text is no path
 
 
 class Places:
@@ -108,10 +108,15 @@ class Places:
             else f"relative paths start at {self.folder}: if the pictures are elsewhere, give their folder with --pictures-in"
         )
         where = f"line {first.line}" if first.line else first.file
-        if len(os.path.basename(first.place)) > _LONGEST_NAME:
+        text = first.place.removeprefix(f"{self.folder}/")
+        if (
+            text.startswith("data:")
+            or len(text) > _LONGEST_PATH
+            or len(os.path.basename(text)) > _LONGEST_NAME
+        ):
             return UserError(
-                f"the picture of {where} of {self.file} is a text of {len(os.path.basename(first.place)):,} characters "
-                f"({os.path.basename(first.place)[:20]}...), not a path: base64 becomes files, or bytes of a parquet file"
+                f"the picture of {where} of {self.file} is a text of {len(text):,} characters ({text[:20]}...), not a path: "
+                "base64 becomes files, or bytes of a parquet file"
             )
         return UserError(
             f"none of the first {len(missing)} pictures of {self.file} exists; that of {where} should be {first.place}; "

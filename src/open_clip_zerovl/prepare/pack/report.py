@@ -117,13 +117,17 @@ def _split_notes(store: PairDatabase, input: int, reader: Reader) -> list[str]:
             "SELECT split, COUNT(*) FROM rows WHERE input = ? GROUP BY split", (input,)
         ).fetchall()
     )
+    odd = ", ".join(map(repr, sorted(store.odd_splits[input])))
+    notes = [
+        f"column {reader.split_column!r} names no split with {odd}: such rows count as without one"
+    ]
     if not reader.splits.says and counts.keys() <= {"train"}:
-        return []
+        return notes if odd else []
     by = f"column {reader.split_column!r}" if reader.split_column else "names of folders and files"
     parts = [f"{split} {counts[split]:,}" for split in SPLITS if split in counts]
     as_test = "val" in counts and not store.count(split="val")
     only = "; validation is the test split, as there is no other" if as_test else ""
-    return [f"splits, by {by}: {', '.join(parts)} rows{only}"]
+    return [f"splits, by {by}: {', '.join(parts)} rows{only}", *(notes if odd else ())]
 
 
 def _class_notes(store: PairDatabase, input: int) -> list[str]:

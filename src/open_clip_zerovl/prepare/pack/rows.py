@@ -31,7 +31,7 @@ class PairRow(NamedTuple):
         refused: why the row cannot be read at all; "" if it can.
         name: the name of the picture's file, as the input has it; "" if it has none.
         label: the picture's class; None if there are no classes.
-        split: train, val or test, as the input has it.
+        split: the word of the input for its split; "" if the input says none.
     """
 
     place: str
@@ -43,7 +43,7 @@ class PairRow(NamedTuple):
     refused: str = ""
     name: str = ""
     label: str | None = None
-    split: str = "train"
+    split: str = ""
 
 
 class Reader(ABC):
@@ -99,6 +99,11 @@ class Reader(ABC):
     def obtain(self, place: str) -> bytes:
         """The bytes of a picture of this input; any thread may call it, and at any time. Failure if there is none."""
         return read_file(place)
+
+
+def word_of(cell: Any) -> str:
+    """Write the cell of a split as text, "" for an empty one."""
+    return "" if cell is None or cell != cell else str(cell).strip()
 
 
 def read_file(

@@ -17,12 +17,12 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.class_words import class_order, class_words, names_beside
-from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column, split_of_word
+from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column
 from open_clip_zerovl.prepare.pack.classes import NAME_THEM, ClassTemplates
 from open_clip_zerovl.prepare.pack.columns import find, guess_captions
 from open_clip_zerovl.prepare.pack.columns import listed as shown_names
 from open_clip_zerovl.prepare.pack.encode import Failure
-from open_clip_zerovl.prepare.pack.rows import PairRow, Reader, read_file
+from open_clip_zerovl.prepare.pack.rows import PairRow, Reader, read_file, word_of
 from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.members import (
     TEXT_EXTENSION,
@@ -98,13 +98,21 @@ class SampleReader(Reader):
             if self.keys or self.wanted.source:
                 return row._replace(refused="no JSON object")
             fields = {}
-        row = row._replace(split=split_of_word(fields.get(self.split_column or "")) or row.split)
+        row = row._replace(split=word_of(fields.get(self.split_column or "")) or row.split)
         source = fields.get(self.wanted.source) if self.wanted.source is not None else None
         if self.keys:
             return row._replace(captions=[fields.get(key) for key in self.keys], source=source)
         if text is None:
             return row._replace(refused="no text of its name", source=source)
         return row._replace(captions=caption_lines(text), source=source)
+
+
+def require_pictures(path: Path, pictures: Sequence[Path], notes: Sequence[str]) -> None:
+    """Refuse a folder without a picture, as one of links that lead out of it."""
+    if not pictures:
+        raise UserError(
+            f"{path} holds no picture that is read; {'; '.join(notes) or 'add pictures'}"
+        )
 
 
 class FolderReader(SampleReader):
@@ -122,11 +130,12 @@ class FolderReader(SampleReader):
         self.texts = {f"{stem}{end}" for stem in stems for end in (".txt", ".json")} & here
         self.notes = notes_of({"": listed}, used={Path(text) for text in self.texts})
         self.total = len(self.pictures)
+        require_pictures(path, self.pictures, self.notes)
         names = (str(picture.relative_to(path)) for picture in self.pictures)
         self.splits = FolderSplits(names, split_above(path))
         self.files = [*self.pictures, *map(Path, sorted(self.texts))]
         if not self.texts:
-            first = str(self.pictures[0].relative_to(path)) if self.pictures else "none"
+            first = str(self.pictures[0].relative_to(path))
             raise UserError(
                 f"{path} has {len(self.pictures)} pictures and no captions: no text file has the name of a picture; write the "
                 f"caption of {first} into {os.path.splitext(first)[0]}.txt, give a table of pictures and captions, or sort the "
@@ -173,6 +182,7 @@ class ClassReader(Reader):
         self.classes = self.templates.zero_shot
         listed = list_pictures(path)
         self.files = listed.pictures
+        require_pictures(path, self.files, notes_of({"": listed}))
         names = [str(file.relative_to(path)) for file in self.files]
         self.splits = FolderSplits(names, split_above(path))
         levels = class_levels(self.splits(name)[0] for name in names)

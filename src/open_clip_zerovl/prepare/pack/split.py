@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.held_out import first_of_training
-from open_clip_zerovl.data.splits import SPLITS
+from open_clip_zerovl.data.splits import SPLITS, FolderSplits
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 
 
@@ -37,6 +38,35 @@ class Exclusion:
     reason: str
     keys: Callable[[Iterator[Candidate]], Iterable[str]]
     settings: str = ""
+
+
+def split_by_folders(store: PairDatabase, inputs: int) -> None:
+    """Give each row without a split that of the folders on its picture's path, "train" if they say none.
+
+    The pictures of an input are the files of `FolderSplits`: a table of `train2014/1.jpg` and `val2014/2.jpg` names splits.
+    """
+    store.db.create_function("folder", 1, os.path.dirname, deterministic=True)
+    unsaid = "FROM rows JOIN pictures ON number = picture WHERE rows.input = ? AND split = ''"
+    for number in range(inputs):
+        query = f"SELECT DISTINCT folder(place) {unsaid} AND place LIKE '/%'"
+        folders = [folder for (folder,) in store.db.execute(query, (number,))]
+        if len(folders) > 1:
+            top = os.path.commonpath(folders)
+            splits = FolderSplits(os.path.relpath(os.path.join(name, "x"), top) for name in folders)
+            if splits.says:
+                kinds = {
+                    name: splits(os.path.relpath(os.path.join(name, "x"), top))[1]
+                    for name in folders
+                }
+                store.db.create_function(
+                    "split_of", 1, lambda place, kinds=kinds: kinds.get(os.path.dirname(place), "")
+                )
+                store.db.execute(
+                    "UPDATE rows SET split = (SELECT split_of(place) FROM pictures WHERE number = picture) "
+                    "WHERE input = ? AND split = '' AND picture IS NOT NULL",
+                    (number,),
+                )
+    store.db.execute("UPDATE rows SET split = 'train' WHERE split = ''")
 
 
 def hold_out(store: PairDatabase, share: float) -> None:

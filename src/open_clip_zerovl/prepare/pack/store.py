@@ -12,6 +12,7 @@ The file is made anew by each call, from the inputs and the spools, and removed 
 from __future__ import annotations
 
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.class_words import class_order
 from open_clip_zerovl.data.held_out import position
+from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.pack.gather import RowOutcome
 from open_clip_zerovl.prepare.pack.rows import PairRow
 
@@ -42,6 +44,8 @@ CREATE INDEX captions_by_row ON captions (row);
 CREATE INDEX pictures_by_key ON pictures (key);
 """
 
+
+MOST_WORDS = 5  # that name no split, of an input
 
 _STORED = "samples.key, pictures.number, extension, offset, size, pictures.place, input, sum, name"
 
@@ -81,6 +85,7 @@ class PairDatabase:
         self.db.create_function("position", 1, lambda key: position(seed, key), deterministic=True)
         self.db.execute("BEGIN")
         self.pictures = self.row_count = 0
+        self.odd_splits: defaultdict[int, set[str]] = defaultdict(set)  # words by input, some
 
     def close(self) -> None:
         """Close the file."""
@@ -112,6 +117,9 @@ class PairDatabase:
         """Keep a row of an input: its source, the number of its picture, its captions; or why it is refused."""
         self.row_count += 1
         label = row.label and _shown(row.label)
+        split = split_of_word(row.split) or ""
+        if row.split and not split and len(self.odd_splits[input]) < MOST_WORDS:
+            self.odd_splits[input].add(row.split)
         self.db.execute(
             "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
@@ -123,7 +131,7 @@ class PairDatabase:
                 picture,
                 reason or None,
                 label,
-                row.split,
+                split,
             ),
         )
         self.db.executemany(
