@@ -59,6 +59,8 @@ def test_a_program_sees_what_python_would_show_it(tmp_path, arguments):
     ("program", "status"),
     [
         ("1 / 0", 1),
+        ("import sys; sys.exit('words')", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
         ("import atexit, os; atexit.register(os._exit, 9)", 9),
         (

@@ -24,6 +24,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -227,6 +228,33 @@ def become(request: dict, base: list[str], python: str) -> None:
     exec(code, main.__dict__)
 
 
+def end(program: Callable[[], None]) -> None:
+    """Run a program and end as Python does, but for the teardown of its modules, which takes seconds in a forked process."""
+    import threading
+    import traceback
+
+    status: Any = 0
+    try:
+        program()
+    except SystemExit as stop:
+        status = stop.code
+        if not isinstance(status, int | None):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException as error:
+        traceback.print_exc()
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # a closed stream
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((status or 0) & 0xFF)
+
+
 def main() -> int:
     if sys.argv[1] == "run":
         return call(sys.argv[2], sys.argv[3:])
@@ -246,7 +274,7 @@ def main() -> int:
         importlib.import_module(name)
     request = serve(listener)
     if request is not None:
-        become(request, base, sys.argv[3])
+        end(lambda: become(request, base, sys.argv[3]))
     return 0
 
 
