@@ -8,6 +8,8 @@ seen with its inputs and outputs. A view is no kernel. It prints this release's 
     kernels forward, kernels    of a micro-batch's forward pass, and with its backward pass
     kernels replayed            that one more micro-batch adds to a step, which forwards it twice
     MB, GFLOP a sample          read and written, and computed in products, with the backward pass
+    kernels, MB compiled        what a compiler can reach at best: chains of element-wise operations and row norms are one
+                                kernel, which reads each tensor from outside once and writes what others use
     graph MiB a sample          of forward's tensors that backward reads
 """
 
@@ -39,6 +41,16 @@ from scripts.bench.harness import build, register
 from support.fake_cuda import fake_cuda, to_fake_cuda
 
 CONTEXT = 25  # tokens
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+# They read other rows than they write, so that nothing is fused with them.
+ACROSS_ROWS = (
+    "sum",
+    "native_layer_norm_backward",
+    "embedding_dense_backward",
+    "topk",
+    "gather",
+    "scatter_add",
+)
 NOT_KERNELS = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "device")
 
 
@@ -55,6 +67,10 @@ class Kernel:
     @property
     def bytes(self) -> int:
         return sum(self.reads.values()) + sum(self.writes.values())
+
+    @property
+    def fuses(self) -> bool:
+        return not self.flops and self.name not in (*ACROSS_ROWS, *PRODUCTS)
 
 
 @dataclass
@@ -192,6 +208,32 @@ def graph_bytes(kernels: Sequence[Kernel]) -> int:
     return sum(size for storage, size in sizes.items() if storage in read)
 
 
+def fused(kernels: Sequence[Kernel]) -> list[int]:
+    """Count the bytes that cross the border of each group, in which one kernel reads what another writes and all fuse."""
+    group = list(range(len(kernels)))
+    maker: dict[int, int] = {}
+    for index, kernel in enumerate(kernels):
+        for storage in kernel.reads if kernel.fuses else ():
+            before = kernels[maker[storage]] if storage in maker else None
+            if before is not None and before.fuses and before.backward == kernel.backward:
+                first, second = sorted((group[index], group[maker[storage]]))
+                group = [first if each == second else each for each in group]
+        maker |= dict.fromkeys(kernel.writes, index)
+    users: dict[int, set[int]] = defaultdict(set)
+    makers: dict[int, int] = {}
+    for number, kernel in zip(group, kernels, strict=True):
+        for storage in kernel.reads:
+            users[storage].add(number)
+        for storage in kernel.writes:
+            makers.setdefault(storage, number)
+    crossing: dict[int, dict[tuple[str, int], int]] = defaultdict(dict)
+    for number, kernel in zip(group, kernels, strict=True):
+        read = {("read", s): n for s, n in kernel.reads.items() if makers.get(s) != number}
+        written = {("written", s): n for s, n in kernel.writes.items() if users[s] - {number}}
+        crossing[number] |= read | written
+    return [sum(sizes.values()) for sizes in crossing.values()]
+
+
 def row_of(name: str, micro_batch: int) -> dict[str, str]:
     """Count this release's row."""
     model: Any = build(name, 0.25, torch.device("cpu"), torch.float32)
@@ -201,6 +243,7 @@ def row_of(name: str, micro_batch: int) -> dict[str, str]:
         pair = images, texts
         forward, both = (counted(model, *pair, graph=graph) for graph in (False, True))
         replayed = replayed_micro_batch(model, pair)
+    compiled = fused(both)
     return {
         "release": open_clip_zerovl.__version__,
         "torch": torch.__version__,
@@ -208,6 +251,8 @@ def row_of(name: str, micro_batch: int) -> dict[str, str]:
         "kernels": f"{len(both)}",
         "kernels replayed": f"{replayed[0]}",
         "MB a sample": f"{sum(kernel.bytes for kernel in both) / micro_batch / 1e6:.1f}",
+        "kernels compiled": f"{len(compiled)}",
+        "MB compiled": f"{sum(compiled) / micro_batch / 1e6:.1f}",
         "MB replayed": f"{replayed[1] / micro_batch / 1e6:.1f}",
         "GFLOP a sample": f"{sum(kernel.flops for kernel in both) / micro_batch / 1e9:.1f}",
         "graph MiB a sample": f"{graph_bytes(both) / micro_batch / 2**20:.1f}",

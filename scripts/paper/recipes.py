@@ -239,6 +239,7 @@ def training_flags(
         flags.update({"train-num-samples": str(recipe.samples), "epochs": "1"})
     if not hardware.gpus:
         flags.update({"device": "cpu", "precision": "fp32", "workers": "1"})
+        flags.pop("torchcompile", None)  # measured on a GPU alone
     flags.update(settings)
     if flags.get("retrieval-data") is None:  # also where --set has removed it
         flags = {flag: value for flag, value in flags.items() if not flag.startswith("retrieval-")}

@@ -1,10 +1,14 @@
-"""The replacements of operations that make the host wait compute the same values."""
+"""The replacements of operations that make the host wait, or that copy, compute the same values."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 from open_clip.transformer import PatchDropout
+from timm.models.vision_transformer import Attention, VisionTransformer
+from torch.profiler import profile
 
-from open_clip_zerovl.recipe.gpu import DevicePatchDropout, without_gpu_syncs
+from open_clip_zerovl.recipe.gpu import DevicePatchDropout, SplitAttention, without_gpu_syncs
 from support.dga_reference import CONTEXT, bert_clip
 
 
@@ -45,3 +49,40 @@ def test_bert_sees_the_same_tokens(padded):
         longer = texts.clone()
         longer[1, 5] = 9
         assert not torch.equal(ours.encode_text(longer)[1], features[1][1])
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "bf16", "norms", "plain products"])
+def test_timms_attention_has_the_same_gradients_without_the_copies(mode):
+    """Bit for bit, and the backward pass stacks nothing, as timm's own does."""
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    dropout = {"attn_drop_rate": 0.1, "proj_drop_rate": 0.1, "qk_norm": mode == "norms"}
+    results, stacks = [], []
+    for replaced in (False, True):
+        torch.manual_seed(0)
+        tower = VisionTransformer(**sizes, **dropout).train(mode != "eval")
+        attentions = [block.attn for block in tower.blocks]
+        if mode == "plain products":
+            for attention in attentions:
+                attention.fused_attn = False
+        if replaced:
+            without_gpu_syncs(tower)
+        assert {type(each) for each in attentions} == {SplitAttention if replaced else Attention}
+        images = torch.randn(3, 3, 16, 16, requires_grad=True)
+        torch.manual_seed(1)
+        half = torch.autocast("cpu", torch.bfloat16) if mode == "bf16" else nullcontext()
+        with half, profile() as log:
+            tower(images).float().square().sum().backward()
+        stacks.append(sum(each.count for each in log.key_averages() if each.key == "aten::stack"))
+        results.append([images.grad, *(each.grad for each in tower.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert stacks[0] >= 2 and (stacks[1] == 0) == (mode != "plain products")
+
+
+def test_timms_attention_with_a_mask_is_timms_own():
+    torch.manual_seed(0)
+    attention = Attention(16, num_heads=2).double()
+    tokens, mask = torch.randn(2, 5, 16).double(), torch.ones(5, 5, dtype=torch.bool).tril()
+    masked, free = attention(tokens, attn_mask=mask), attention(tokens)
+    without_gpu_syncs(attention)
+    assert torch.equal(attention(tokens, attn_mask=mask), masked)
+    assert torch.equal(attention(tokens), free) and not torch.equal(masked, free)

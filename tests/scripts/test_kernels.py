@@ -47,4 +47,5 @@ def test_a_row_of_a_tiny_model(tmp_path: Path):
     assert (
         50 < forward < both < replayed < both + forward + 100
     )  # gradients are added, weights cast once
-    assert float(row["MB replayed"]) > float(row["MB a sample"]) > 0
+    assert float(row["MB replayed"]) > float(row["MB a sample"]) > float(row["MB compiled"]) > 0
+    assert int(row["kernels compiled"]) < both

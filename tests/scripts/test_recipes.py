@@ -201,6 +201,7 @@ def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
             found.get("retrieval-transform")
         ] * 2
     assert flags("train-14m")["token-drop"] == "0.25" and "token-drop" not in flags("train-100m")
+    assert "torchcompile" in flags("train-14m") and "torchcompile" not in flags("train-100m")
     assert (flags("no-replay")["ablate"], flags("no-replay")["dga-retain"]) == (
         "no-replay",
         "0",

@@ -1,8 +1,8 @@
 """A step on a GPU: towers for which the host never waits, and torch.compile under which both passes draw the same masks.
 
 Code in other libraries' towers makes the host wait for the GPU in every forward pass. After a wait the GPU has no work until
-the host has launched the next kernels: with K micro-batches forwarded twice that is up to 2K times a step. The replacements
-compute the same as the original code.
+the host has launched the next kernels: with K micro-batches forwarded twice that is up to 2K times a step. timm's attention
+writes the gradient of its queries, keys and values twice. The replacements compute the same as the original code.
 
 torch.compile takes the blocks one by one. dynamo makes a graph of a function for each form in which it is called: with and
 without gradients, per width, for one and for any number of tokens. At its limit it runs the function eagerly in a new form and
@@ -20,7 +20,9 @@ from typing import Any
 
 import open_clip.transformer
 import torch
+from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.model import is_compiled
@@ -29,13 +31,15 @@ _TRANSFORMERS_4 = version("transformers").startswith("4.")
 
 
 def without_gpu_syncs(model: nn.Module) -> None:
-    """Replace code that waits in `model`. Call it before the first forward pass and before the model is compiled.
+    """Replace code of `model` that waits or copies. Call it before the first forward pass and before the model is compiled.
 
     - Hugging Face's BERT, RoBERTa and XLM-RoBERTa read whether a batch has padding, to leave the mask out if there is none.
       They are given the mask in the form that the attention takes, which they do not read. ModernBERT reads it twice, for its
       layers with and without a window, and is given both masks (transformers 5.1; earlier ones do not read it).
     - open_clip's patch dropout draws on the CPU and indexes with CPU tensors. The replacement draws on the images' device: on a
       GPU other masks than open_clip's, on a CPU the same.
+    - timm's attention splits the heads first and the queries, keys and values afterwards, whose gradients are then stacked and
+      copied into the order of the projection. The replacement splits them in that order.
     """
     for module in model.modules():
         prepare = (
@@ -49,6 +53,8 @@ def without_gpu_syncs(model: nn.Module) -> None:
             module.register_forward_pre_hook(prepare, with_kwargs=True)
         elif type(module) is open_clip.transformer.PatchDropout:
             module.__class__ = DevicePatchDropout
+        elif type(module) is Attention:
+            module.__class__ = SplitAttention
 
 
 def _reads_masks(module: nn.Module) -> bool:
@@ -125,6 +131,27 @@ class DevicePatchDropout(open_clip.transformer.PatchDropout):
         indices = torch.randn(patches.shape[:2], device=x.device).topk(count, dim=-1).indices
         patches = patches.gather(1, indices[..., None].expand(-1, -1, patches.shape[-1]))
         return torch.cat((first, patches), dim=1) if self.exclude_first_token else patches
+
+
+class SplitAttention(Attention):
+    """timm's attention, whose backward pass writes the gradient of queries, keys and values once."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend among the tokens of x (B, T, D); with a mask or a gate by timm's own code."""
+        is_masked = any(
+            each is not None and each is not False for each in (*args, *kwargs.values())
+        )
+        if is_masked or not self.fused_attn or getattr(self, "gate", None) is not None:
+            return super().forward(x, *args, **kwargs)
+        query, key, value = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, heads, T, D / heads)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        dropout = self.attn_drop.p if self.training else 0.0
+        attended = F.scaled_dot_product_attention(
+            self.q_norm(query), self.k_norm(key), value, dropout_p=dropout
+        )
+        return self.proj_drop(self.proj(self.norm(attended.transpose(1, 2).flatten(2))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
