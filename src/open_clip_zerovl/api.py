@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +26,7 @@ from typing import Annotated as A
 
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags, ModelFlags
-from open_clip_zerovl.core.command import as_word, as_words, command
+from open_clip_zerovl.core.command import command, words_of
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import natural, positive, redeclared
 from open_clip_zerovl.core.flags import seed as a_seed
@@ -593,28 +593,12 @@ def linear_probe(
     return f"{probe_row(result)}\nWritten to {out}"
 
 
-def search(model: Given, pictures: Given, words: str = "", **flags: Any) -> Hits:
-    """Find pictures by words, by a picture (`image=FILE`), or by both: `zerovl search`.
-
-    Args:
-        model: as for `evaluate`.
-        pictures: a folder of pictures, shards, or a table.
-        flags: those of the command; `best=K` pictures are returned.
-
-    Raises:
-        UserError: as the command's errors.
-    """
-    hits = search_words(model, pictures, words, **flags)
-    assert hits is not None  # only a served page has none
-    return hits
-
-
 @command
-def search_words(
+def search(
     *words: A[
         str,
         f"models ({MODELS}); a folder of pictures, shards (DIR or DIR/{{000..099}}.tar), or a CSV; the words "
-        '("" with --image alone; none with --serve)',
+        "(none with --image of a single model, or with --serve)",
         "[NAME=]MODEL ... DIR WORDS",
     ],
     flags: ModelFlags,
@@ -630,7 +614,8 @@ def search_words(
         The hits of the first model; None with --serve.
     """
     given = list(words)
-    query = "" if page.serve else given.pop()
+    by_image_alone = settings.image is not None and len(given) == 2
+    query = "" if page.serve or by_image_alone else given.pop()
     if len(given) < 2:
         raise UserError("give a model, a folder of pictures, and the words to search for")
     data = given.pop()
@@ -660,29 +645,6 @@ def search_words(
 def _to_stderr(line: str) -> None:
     """Print a line beside the results, which a pipe takes from stdout."""
     print(line, file=sys.stderr)
-
-
-def words_of(flags: Mapping[str, Any], repeated: Collection[str]) -> list[str]:
-    """Keyword arguments as the words of a command line.
-
-    Args:
-        repeated: options that are given once for each of several values; others take all values after one.
-    """
-    line: list[str] = []
-    for name, value in flags.items():
-        option = "--" + name.removesuffix("_").replace("_", "-")
-        if isinstance(value, Mapping):
-            value = as_words(value)
-        if value is None or value is False:
-            continue
-        if value is True:
-            line.append(option)
-        elif isinstance(value, (list, tuple)) and option not in repeated:
-            line += [option, *map(as_word, value)]
-        else:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            line += [f"{option}={as_word(item)}" for item in values]
-    return line
 
 
 def _encoder(model: str, flags: ModelFlags, *, one_of_several: bool = False) -> Encoder:

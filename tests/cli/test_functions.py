@@ -19,9 +19,9 @@ from timm.models._hub import save_for_hf
 from transformers import AutoConfig, AutoModel
 
 import open_clip_zerovl.api as zerovl
-from open_clip_zerovl.api import words_of
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.core.command import words_of
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import follow_training
 from open_clip_zerovl.evaluate.search import Hit

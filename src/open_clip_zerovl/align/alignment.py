@@ -43,7 +43,6 @@ from open_clip_zerovl.checkpoints.loading import choose_device, load_model
 from open_clip_zerovl.checkpoints.transformers_folder import is_transformers_folder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.core.flags import conflicts, out_of_range
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.data.held_out import (
@@ -206,8 +205,6 @@ class Alignment:
     """
 
     def __init__(self, request: AlignRequest, say: Say) -> None:
-        if wrong := [*out_of_range(request), *conflicts(request)]:
-            raise UserError(wrong[0])
         if (ranks := int(os.environ.get("WORLD_SIZE", 1))) > 1:  # of torchrun
             request = replace(request, part=(int(os.environ["RANK"]), ranks))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -7,7 +7,7 @@
     zerovl data check DIR --threads 4        check("DIR", threads=4)
 
 A keyword parameter whose type is a dataclass with flags stands for these flags; its help text is the title of their group.
-Values from Python are converted and refused as words of a command line are.
+A call from Python is made into the words of the command line, and read by the same parser.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
-from open_clip_zerovl.core.flags import Flag, add_flag, flag, flag_of, flags_of, settings_from
+from open_clip_zerovl.core.flags import Flag, add_flag, flag_of, flags_of, settings_from
 
 Result = TypeVar("Result")
 
@@ -47,8 +48,8 @@ class Parameter:
 
     @property
     def positional(self) -> bool:
-        """True for words without a flag."""
-        return self.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+        """Return whether it stands for words without a flag."""
+        return self.kind is not inspect.Parameter.KEYWORD_ONLY
 
 
 @cache
@@ -66,11 +67,50 @@ def _parameter(each: inspect.Parameter, hint: Any) -> Parameter:
     texts = [note for note in notes if isinstance(note, str)]
     if dataclasses.is_dataclass(hint):
         return Parameter(each.name, each.kind, flags_of(hint), hint, *texts)  # type: ignore[arg-type]
-    options: dict[str, Any] = dict(zip(("help", "metavar"), texts, strict=False))
-    options["kind"] = next((note for note in notes if callable(note)), None)
+    declared: dict[str, Any] = dict(zip(("help", "metavar"), texts, strict=False))
+    for note in notes:
+        if callable(note):
+            declared["kind"] = note
     default = dataclasses.MISSING if each.default is each.empty else each.default
-    declared = flag(default, **options).metadata["flag"]
     return Parameter(each.name, each.kind, (flag_of(each.name, hint, default, declared),))
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence, with the nearest flag for an unknown one.
+
+    It takes no abbreviations of flags: a shortened flag may come to mean another one.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self.help_command = f"{self.prog} --help"
+
+    def parse_args(self, args=None, namespace=None):
+        """Parse as argparse does, and name a misspelt flag before a required one that it may stand for."""
+        self._words = list(args or ())
+        return super().parse_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Word argparse's message as one sentence.
+
+        Raises:
+            UserError: always.
+        """
+        if "are required: " in message:
+            flags = [word.partition("=")[0] for word in self._words if word.startswith("--")]
+            unknown = [flag for flag in flags if flag not in self._option_string_actions]
+            if unknown:
+                message = f"unrecognized arguments: {unknown[0]}"
+        raise UserError(argparse_sentence(message, self._option_string_actions, self.help_command))
+
+
+def make_parser(function: Callable[..., Any], prog: str) -> Parser:
+    """Make the parser of a command, whose help begins with the function's docstring."""
+    # Without the sections of a docstring, which are for Python.
+    text = re.split(r"\n\n(?=\w+:\n)", inspect.getdoc(function) or "")[0]
+    parser = Parser(prog=prog, description=text)
+    add_parameters(parser, function)
+    return parser
 
 
 def add_parameters(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
@@ -78,18 +118,7 @@ def add_parameters(parser: argparse.ArgumentParser, function: Callable[..., Any]
     groups: dict[str | None, Any] = {None: parser}
     for each in parameters_of(function):
         if each.positional:
-            (words,) = each.flags
-            optional = words.default is not dataclasses.MISSING
-            count: str | None = "*" if optional else "+"
-            if not words.several and each.kind is inspect.Parameter.POSITIONAL_ONLY:
-                count = "?" if optional else None
-            options: dict[str, Any] = {
-                "nargs": count,
-                "default": words.default if optional else None,
-            }
-            parser.add_argument(
-                each.name, type=words.kind, metavar=words.metavar, help=words.help, **options
-            )
+            _add_words(parser, each)
             continue
         if each.title not in groups:
             groups[each.title] = parser.add_argument_group(each.title)
@@ -97,24 +126,37 @@ def add_parameters(parser: argparse.ArgumentParser, function: Callable[..., Any]
             add_flag(groups[each.title], declared)
 
 
+def _add_words(parser: argparse.ArgumentParser, each: Parameter) -> None:
+    (words,) = each.flags
+    optional = words.default is not dataclasses.MISSING
+    if words.several or each.kind is inspect.Parameter.VAR_POSITIONAL:
+        count = "*" if optional else "+"
+    else:
+        count = "?" if optional else None
+    parser.add_argument(
+        each.name,
+        type=words.kind,
+        metavar=words.metavar,
+        help=words.help,
+        nargs=count,
+        default=words.default if optional else None,
+    )
+
+
 def run(function: Callable[..., Any], parsed: argparse.Namespace) -> Any:
     """Call a command with the words that its parser has read."""
     words: list[Any] = []
-    for each in parameters_of(function):
-        if each.kind is inspect.Parameter.VAR_POSITIONAL:
-            words += getattr(parsed, each.name)
-        elif each.positional:
-            words.append(getattr(parsed, each.name))
-    return _call(function, words, parsed)
-
-
-def _call(function: Callable[..., Any], words: list[Any], values: argparse.Namespace) -> Any:
     keywords: dict[str, Any] = {}
     for each in parameters_of(function):
         if each.section is not None:
-            keywords[each.name] = settings_from(each.section, values)
-        elif not each.positional and hasattr(values, each.name):
-            value = getattr(values, each.name)
+            keywords[each.name] = settings_from(each.section, parsed)
+            continue
+        value = getattr(parsed, each.name)
+        if each.kind is inspect.Parameter.VAR_POSITIONAL:
+            words += value
+        elif each.positional:
+            words.append(value)
+        else:
             keywords[each.name] = tuple(value) if isinstance(value, list) else value
     return inspect.unwrap(function)(*words, **keywords)
 
@@ -125,89 +167,62 @@ def command(function: Callable[..., Result]) -> Callable[..., Result]:
     Raises:
         UserError: an unknown flag, or a value that the flag refuses.
     """
-    flags = {
-        each.keyword: each
+    flags = [
+        each
         for parameter in parameters_of(function)
         if not parameter.positional
         for each in parameter.flags
-    }
+    ]
+    repeated = {each.option for each in flags if each.several}
+    joined = repeated.union(each.option for each in flags if each.nargs is None)
 
     @functools.wraps(function)
     def call(*words: Any, **given: Any) -> Any:
-        values = argparse.Namespace()
-        for name, value in given.items():
-            if name not in flags:
-                option = "--" + name.removesuffix("_").replace("_", "-")
-                message = f"unrecognized arguments: {option}"
-                known = [each.option for each in flags.values()]
-                raise UserError(argparse_sentence(message, known, f"help({function.__name__})"))
-            if value is not None and value is not False:
-                setattr(values, flags[name].name, converted(flags[name], value))
-        return _call(function, _positional(function, words), values)
+        parser = make_parser(function, function.__name__)
+        parser.help_command = f"help({function.__name__})"
+        line = words_of(given, repeated, joined)
+        line += ["--", *map(as_word, words)] if words else []
+        return run(function, parser.parse_args(line))
 
-    call.__signature__ = _flat_signature(function, flags)  # type: ignore[attr-defined]
+    keywords = [
+        inspect.Parameter(each.keyword, inspect.Parameter.KEYWORD_ONLY, default=each.default)
+        for each in flags
+    ]
+    signature = inspect.signature(function)
+    words = [signature.parameters[each.name] for each in parameters_of(function) if each.positional]
+    call.__signature__ = signature.replace(parameters=[*words, *keywords])  # type: ignore[attr-defined]
     return call
 
 
-def _flat_signature(function: Callable[..., Any], flags: Mapping[str, Flag]) -> inspect.Signature:
-    """The signature that a person calls, with each flag by its keyword."""
-    signature = inspect.signature(function)
-    words = [signature.parameters[each.name] for each in parameters_of(function) if each.positional]
-    keywords = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty
-            if each.default is dataclasses.MISSING
-            else each.default,
-        )
-        for name, each in flags.items()
-    ]
-    return signature.replace(parameters=[*words, *keywords])
+def words_of(
+    flags: Mapping[str, Any], repeated: Collection[str], joined: Collection[str] = ()
+) -> list[str]:
+    """Write keyword arguments as the words of a command line.
 
-
-def _positional(function: Callable[..., Any], words: tuple[Any, ...]) -> list[Any]:
-    declared = [each.flags[0] for each in parameters_of(function) if each.positional]
-    last = len(declared) - 1
-    return (
-        [converted(declared[min(number, last)], word) for number, word in enumerate(words)]
-        if declared
-        else [*words]
-    )
-
-
-def converted(each: Flag, value: Any) -> Any:
-    """Convert a value from Python as a word of the command line is.
-
-    Raises:
-        UserError: the flag refuses it.
+    Args:
+        repeated: options that are given once for each of several values.
+        joined: other options that take several values as one word, with commas. The rest take all values after one.
     """
-    if each.kind is bool:
-        return not each.default
-    if isinstance(value, Mapping):
-        value = as_words(value)
-    if each.several or each.nargs is not None:
-        many = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(
-            converted(dataclasses.replace(each, several=False, nargs=None), item) for item in many
-        )
-    if not isinstance(value, (str, int, float, os.PathLike)):
-        return value
-    text = as_word(value)
-    try:
-        result = each.kind(text)
-    except (argparse.ArgumentTypeError, ValueError) as error:
-        raise UserError(f"argument {each.option}: {error}") from error
-    if each.choices is not None and result not in each.choices:
-        raise UserError(
-            f"argument {each.option}: invalid choice: {text!r} (choose from {', '.join(each.choices)})"
-        )
-    return result
-
-
-def as_words(settings: Mapping[str, Any]) -> list[str]:
-    """Write a mapping as KEY=VALUE words, and KEY alone for True."""
-    return [key if value is True else f"{key}={as_word(value)}" for key, value in settings.items()]
+    line: list[str] = []
+    for name, value in flags.items():
+        option = "--" + name.removesuffix("_").replace("_", "-")
+        if isinstance(value, Mapping):
+            value = [
+                key if each is True else f"{key}={as_word(each)}" for key, each in value.items()
+            ]
+        if value is None or value is False:
+            continue
+        if value is True:
+            line.append(option)
+        elif not isinstance(value, (list, tuple)):
+            line.append(f"{option}={as_word(value)}")
+        elif option in repeated:
+            line += [f"{option}={as_word(each)}" for each in value]
+        elif option in joined:
+            line.append(f"{option}={','.join(map(as_word, value))}")
+        elif value:
+            line += [option, *map(as_word, value)]
+    return line
 
 
 def as_word(value: Any) -> str:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, TypeVar
 
+from open_clip_zerovl.core.errors import UserError
+
 Settings = TypeVar("Settings")
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -38,7 +40,7 @@ class Range:
 
 
 def at_least(low: float, unit: str = "") -> Range:
-    """`low` or more; `unit` is for the words only."""
+    """Make the range of `low` or more; `unit` is for the words only."""
     return Range(f"at least {low}{unit and ' ' + unit}", lambda value, _: value >= low)
 
 
@@ -94,105 +96,80 @@ class Flag:
 
     Attributes:
         name: the field's name.
-        option: its form on a command line.
         kind: converts a word to the value; bool is a switch, which takes the value back where the default is True.
         several: the flag may be given several times; its value is a sorted tuple without repetition.
+        option: its form on a command line.
         nargs: argparse's.
     """
 
     name: str
-    option: str
     default: Any
-    help: str
     kind: Callable[[str], Any]
-    choices: tuple[str, ...] | None
-    metavar: str | None
     several: bool
-    nargs: str | None
-    range: Range | None
-    needs: tuple[Requirement, ...]
-    contradicts: tuple[Contradiction, ...]
-    switch: Switch | None
-
-    def given_as(self, value: Any) -> str:
-        """The option with which a person gives this value: the switch, if it is the switch's value."""
-        return (
-            self.option if self.switch is None or self.switch.value != value else self.switch.option
-        )
+    option: str
+    help: str = ""
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    nargs: str | None = None
+    range: Range | None = None
+    needs: tuple[Requirement, ...] = ()
+    contradicts: tuple[Contradiction, ...] = ()
+    switch: Switch | None = None
 
     @property
     def keyword(self) -> str:
-        """Its name as an argument of a Python function: `--test-share` is `test_share`, `--from` is `from_`."""
+        """Name it as an argument of a Python function: `--test-share` is `test_share`, `--from` is `from_`."""
         name = self.option.removeprefix("--").replace("-", "_")
         return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def flag(
-    default: Any,
-    help: str = "",
-    *,
-    option: str | None = None,
-    kind: Callable[[str], Any] | None = None,
-    choices: tuple[str, ...] | None = None,
-    metavar: str | None = None,
-    nargs: str | None = None,
-    range: Range | None = None,
-    needs: tuple[Requirement, ...] = (),
-    contradicts: tuple[Contradiction, ...] = (),
-    switch: Switch | None = None,
-) -> Any:
-    """A dataclass field that declares a flag; see `Flag`. `kind` is the field's type unless given; default `dict` is {}."""
-    declared = {
-        "option": option,
-        "help": help, "kind": kind, "choices": choices, "metavar": metavar, "nargs": nargs, "range": range,
-        "needs": needs, "contradicts": contradicts, "switch": switch,
-    }  # fmt: skip
+def flag(default: Any, help: str = "", **declared: Any) -> Any:
+    """Declare a flag as a field of a dataclass.
+
+    Args:
+        default: the field's; `dict` is an empty one.
+        declared: further attributes of `Flag` in place of those that follow from the field's name and type.
+    """
+    metadata = {"flag": {"help": help, **declared}}
     if default is dict:
-        return field(default_factory=dict, metadata={"flag": declared})
-    return field(default=default, metadata={"flag": declared})
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def redeclared(section: type, name: str, default: Any) -> Any:
-    """The flag `name` of a section, as a field of a subclass with another default."""
+    """Declare the flag `name` of a section as a field of a subclass with another default."""
     return field(default=default, metadata=section.__dataclass_fields__[name].metadata)  # type: ignore[attr-defined]
 
 
 @cache
 def flags_of(section: type) -> tuple[Flag, ...]:
-    """The flags that a dataclass declares or inherits, in order."""
+    """List the flags that a dataclass declares or inherits, in order."""
     hints = typing.get_type_hints(section)
     return tuple(
-        flag_of(each.name, hints[each.name], default_of(each), each.metadata["flag"])
+        flag_of(
+            each.name,
+            hints[each.name],
+            {} if each.default is dataclasses.MISSING else each.default,
+            each.metadata["flag"],
+        )
         for each in fields(section)
         if "flag" in each.metadata
     )
 
 
-def default_of(declared: dataclasses.Field) -> Any:
-    """Return the default of a field, {} for `default_factory=dict`."""
-    return {} if declared.default is dataclasses.MISSING else declared.default
-
-
 def flag_of(name: str, hint: Any, default: Any, declared: Mapping[str, Any]) -> Flag:
     """Make a flag of a name, a type, a default and the options of `flag`."""
-    kind = next(kind for kind in _alternatives(hint) if kind is not type(None))
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(hint) if union else (hint,)
+    kind = next(kind for kind in kinds if kind is not type(None))
     words, origin = typing.get_args(kind), typing.get_origin(kind)
-    several = origin is tuple and words[-1] is ... and declared["nargs"] is None
-    inferred = {
+    inferred: dict[str, Any] = {
+        "several": origin is tuple and words[-1] is ... and "nargs" not in declared,
         "option": "--" + name.rstrip("_").replace("_", "-"),
         "choices": words if origin is typing.Literal else None,
         "kind": {tuple: words[0] if words else str, typing.Literal: str}.get(origin, kind),
     }
-    given = {option: value for option, value in declared.items() if value is not None}
-    return Flag(name, default=default, several=several, **{**declared, **inferred, **given})
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return (
-        typing.get_args(hint)
-        if typing.get_origin(hint) in (types.UnionType, typing.Union)
-        else (hint,)
-    )
+    return Flag(name, default, **{**inferred, **declared})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,41 +177,30 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def number_or(word: str, least: int) -> Callable[[str], int | str]:
-    """The type of a flag whose value is a whole number, `least` or more, or the word: `--retrieval-captions 5`, `all`."""
+def whole(least: int, most: int = 10**18, word: str | None = None) -> Callable[[str], Any]:
+    """Make the type of a flag whose value is a whole number from `least` to `most`, or a word that stands for another one."""
+    wanted = f"from {least} on" if most == 10**18 else f"from {least} to {most}"
 
-    def convert(text: str) -> int | str:
-        if text != word and not (text.isdecimal() and len(text) < 10 and int(text) >= least):
+    def convert(text: str) -> Any:
+        if text == word:
+            return text
+        # Python itself refuses to convert thousands of digits.
+        number = int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else None
+        if number is None or not least <= number <= most:
             raise argparse.ArgumentTypeError(
-                f"{text[:40]!r} is not a value of this flag; give {word}, or a number of at least {least}"
+                f"{text[:40]!r} is not {word + ' or ' if word else ''}a whole number {wanted}"
             )
-        return text if text == word else int(text)
+        return number
 
     return convert
 
 
-def positive(text: str) -> int:
-    """A whole number of 1 or more."""
-    return _whole(text, 1)
-
-
-def natural(text: str) -> int:
-    """A whole number of 0 or more."""
-    return _whole(text, 0)
-
-
-def seed(text: str) -> int:
-    """A seed that every generator takes: 0 to 2^32 - 1."""
-    value = _whole(text, 0)
-    if value >= 1 << 32:
-        raise argparse.ArgumentTypeError(
-            f"{text} is too large for a seed; give 0 to {(1 << 32) - 1}"
-        )
-    return value
+positive, natural = whole(1), whole(0)
+seed = whole(0, 2**32 - 1)  # which every generator takes
 
 
 def share(text: str) -> float:
-    """A number from 0 to 1."""
+    """Convert a number from 0 to 1."""
     try:
         value = float(text)
     except ValueError:
@@ -244,17 +210,8 @@ def share(text: str) -> float:
     return value
 
 
-def _whole(text: str, least: int) -> int:
-    # 18 digits are more than any count has; Python itself refuses to convert thousands of digits.
-    if not text.removeprefix("-").isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
-    if int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} is too small; give {least} or more")
-    return int(text)
-
-
 def key_value(text: str) -> tuple[str, Any]:
-    """A word of open_clip's `--aug-cfg`: `scale=(0.6,1.0)` is ("scale", (0.6, 1.0)); a value that is not Python is a string."""
+    """Split a word of open_clip's `--aug-cfg`: `scale=(0.6,1.0)` is ("scale", (0.6, 1.0)), other values are strings."""
     key, separator, value = text.partition("=")
     if not separator:
         raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
@@ -281,56 +238,46 @@ def add_flags(parser: argparse.ArgumentParser, sections: Sequence[type]) -> None
 
 def add_flag(group: argparse._ActionsContainer, each: Flag) -> None:
     """Add a flag; one without a default (`dataclasses.MISSING`) is required."""
-    default = each.default
+    required = each.default is dataclasses.MISSING
     help_text = each.help.replace("%(default)s", str(each.default))
-    if (
-        help_text
-        and "default" not in help_text
-        and isinstance(each.default, (int, float, str))
-        and each.kind is not bool
-    ):
+    shown = isinstance(each.default, (int, float, str)) and each.kind is not bool
+    if help_text and "default" not in help_text and shown:
         help_text += f" (default {each.default})"
-    options: dict[str, Any] = {"help": help_text or None, "default": default, "dest": each.name}
-    if default is dataclasses.MISSING:
-        options |= {"default": None, "required": True}
+    options: dict[str, Any] = {"help": help_text or None, "dest": each.name, "required": required}
+    options["default"] = None if required else each.default
     if each.kind is bool:
-        group.add_argument(
-            each.option, action="store_false" if each.default else "store_true", **options
-        )
+        action = "store_false" if each.default else "store_true"
+        group.add_argument(each.option, action=action, **options)
         return
     if each.several:
-        options |= {"action": "append", "default": [] if default == () else options["default"]}
-    metavar = each.metavar or (
-        None if each.choices else each.option.strip("-").replace("-", "_").upper()
-    )
-    group.add_argument(
-        each.option,
-        type=each.kind,
-        choices=each.choices,
-        metavar=metavar,
-        nargs=each.nargs,
-        **options,
-    )
+        options |= {"action": "append", "default": [] if each.default == () else options["default"]}
+    metavar = each.metavar
+    if metavar is None and not each.choices:
+        metavar = each.option.strip("-").replace("-", "_").upper()
+    options |= {"type": each.kind, "choices": each.choices, "metavar": metavar, "nargs": each.nargs}
+    group.add_argument(each.option, **options)
 
 
-def settings_from(section: type[Settings], parsed: argparse.Namespace, **more: Any) -> Settings:
-    """The settings whose flags a parser has read; `more` are further fields, by name."""
-    declared: Any = section
-    values = {
-        each.name: getattr(parsed, each.name)
-        for each in flags_of(declared)
-        if hasattr(parsed, each.name)
-    }
-    for each in flags_of(declared):
-        if each.kind is key_value and each.name in values:
-            values[each.name] = dict(values[each.name])
-        elif isinstance(values.get(each.name), list):
-            values[each.name] = tuple(values[each.name])
-    return section(**{**values, **more})
+def settings_from(section: type[Settings], parsed: argparse.Namespace) -> Settings:
+    """Make the settings whose flags a parser has read.
+
+    Raises:
+        UserError: a value out of its flag's range.
+    """
+    values = {each.name: getattr(parsed, each.name) for each in flags_of(section)}
+    settings = section(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+    )
+    for sentence in out_of_range(settings):
+        raise UserError(sentence)
+    return settings
 
 
 def out_of_range(given: Any) -> Iterator[str]:
-    """One sentence for each value that is out of its flag's range."""
+    """Yield one sentence for each value that is out of its flag's range."""
     section: Any = type(given)
     for each in flags_of(section):
         value = getattr(given, each.name)
@@ -339,7 +286,7 @@ def out_of_range(given: Any) -> Iterator[str]:
 
 
 def conflicts(given: Any, names: Iterable[str] | None = None) -> Iterator[str]:
-    """One sentence for each flag that was given without one that it needs, or with one that it contradicts.
+    """Yield one sentence for each flag that was given without one that it needs, or with one that it contradicts.
 
     Args:
         given: all flags' values.
@@ -350,9 +297,12 @@ def conflicts(given: Any, names: Iterable[str] | None = None) -> Iterator[str]:
         value = getattr(given, each.name)
         if value == each.default or (names is not None and each.name not in names):
             continue
+        option = each.option
+        if each.switch is not None and each.switch.value == value:
+            option = each.switch.option
         for need in each.needs:
             if not need.met(given):
-                yield f"{need.flag or each.given_as(value)} needs {need.other}"
+                yield f"{need.flag or option} needs {need.other}"
         for contradiction in each.contradicts:
             if contradiction.when(given):
                 other = contradiction.other.format_map(Values(given))

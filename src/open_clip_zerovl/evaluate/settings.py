@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.files import check_writable
-from open_clip_zerovl.core.flags import flag, number_or, positive, share
+from open_clip_zerovl.core.flags import flag, positive, share, whole
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RetrievalSettings:
         5,
         "captions kept of each image (default 5, as the papers count COCO; CLIP_benchmark: all)",
         option="--captions",
-        kind=number_or("all", 1),
+        kind=whole(1, word="all"),
         metavar="N|all",
     )
     paper_transform: bool = flag(

@@ -29,7 +29,7 @@ from open_clip_zerovl.core.flags import (
     flag,
     flags_of,
     key_value,
-    number_or,
+    whole,
 )
 from open_clip_zerovl.core.releases import line_here
 from open_clip_zerovl.data.names import (
@@ -152,7 +152,7 @@ class DgaFlags:
     dga_retain: int | str = flag(
         1,
         "micro-batches whose graph is kept instead of forwarded twice; auto: as many as free memory allows",
-        kind=number_or("auto", 0),
+        kind=whole(0, word="auto"),
         metavar="R|auto",
         range=Range(
             "auto, or 0 to --dga-steps {dga_steps}",
@@ -516,7 +516,7 @@ class RetrievalFlags:
     retrieval_captions: int | str = flag(
         5,
         "first captions of each image of a retrieval set that count; the papers count five of COCO's",
-        kind=number_or("all", 1),
+        kind=whole(1, word="all"),
         metavar="N|all",
         needs=(_SETS,),
     )
