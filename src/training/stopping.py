@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -209,7 +210,10 @@ def end(status: int) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_late, args=(status,), daemon=True).start()
+    with suppress(
+        RuntimeError
+    ):  # no memory for its stack; the status is known, and the end has begun
+        threading.Thread(target=_end_late, args=(status,), daemon=True).start()
     end_children()
     atexit._run_exitfuncs()
     logging.shutdown()

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,12 @@ CAUSES = {
     "loader worker killed": (2, "loader worker 0 of rank 0 was lost"),
     "full disk": (2, "cannot be written"),
 }  # fmt: skip
+
+
+def no_memory(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 # One of each way out in the fast tests: an exception, a status, both signals, a lost child, an error of the system.
 QUICK = (
     "defect in the step",
@@ -133,9 +140,13 @@ def test_one_rank_ends(train, fault):
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("program", "status"),
-    [(lambda: 1 // 0, 1), (lambda: training_main.main(["--dga-steps", "0"]), 2)],
+    [
+        (lambda: 1 // 0, 1),
+        (lambda: training_main.main(["--dga-steps", "0"]), 2),
+        (lambda: setattr(threading.Thread, "start", no_memory) or 0, 0),
+    ],
 )
-def test_a_process_ends_where_nothing_can_be_printed(program, status):
+def test_a_process_ends_where_nothing_can_be_printed_and_no_thread_started(program, status):
     """Standard error may be a file on the disk that is full."""
 
     class Full:
