@@ -26,13 +26,16 @@ from open_clip_zerovl.finetune.request import FinetuneRequest
 from open_clip_zerovl.finetune.split import set_identities, source_identities
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.recipe.arguments import settings_of
+from open_clip_zerovl.sampling import WHEN_DEBIASED
 from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 from open_clip_zerovl.trial import running
 from open_clip_zerovl.trial.flags import TrialFlags
+from support import ROOT
 from support.pairs import picture
 from support.tiny_clip import random_model, write_bert, write_run
+from training.params import build_parser
 
 
 @pytest.fixture(scope="module")
@@ -218,10 +221,19 @@ def test_the_page_names_what_the_arms_are_and_share(
         "mean recall",
     ):
         assert said in page
-    assert "mean_recall" not in page
+    assert "mean_recall" not in page and WHEN_DEBIASED not in page
     command = json.loads((tmp_path / "out" / "result.json").read_text())["command"]
     assert "--retrieval-data held-out=out/data/test/held-out" in command
     assert "--train-data one=out/data/validation/rest/one-" in command
+
+
+def test_a_trial_the_flag_and_readme_say_in_the_same_words_when_debiased_batches_help(whole):
+    """No sign before a training tells it (docs/results.md), so the page of a trial predicts nothing."""
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert all(part in readme.lower() for part in WHEN_DEBIASED.lower().split("; "))
+    assert WHEN_DEBIASED in " ".join(build_parser().format_help().split())
+    assert WHEN_DEBIASED in (whole[0] / "trial.html").read_text()
+    assert any(WHEN_DEBIASED in note for note in table_of(whole[0])["notes"])
 
 
 def test_more_seeds_later_are_added(made, whole, trainings, tmp_path):

@@ -39,7 +39,7 @@ from open_clip_zerovl.data.names import (
     is_captions,
     is_named,
 )
-from open_clip_zerovl.sampling import STRATEGIES
+from open_clip_zerovl.sampling import STRATEGIES, WHEN_DEBIASED
 
 TOWERS = ("image", "text")
 POSITIVES = ("pair", "caption", "image", "both")  # whose samples share a target
@@ -84,7 +84,7 @@ class SourceFlags:
             "--debiased-sampling",
             "debiased",
             "each optimizer step draws from one of the sources of --train-data NAME=SHARDS::NAME=SHARDS: --sampling debiased; "
-            "gains across sources that differ in style, loses where all are searched in one pool",
+            f"take it {WHEN_DEBIASED}",
         ),
         needs=(
             Requirement(

@@ -73,6 +73,7 @@ from open_clip_zerovl.report.html import write_page
 from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.report.verdicts import HIGHER, not_above_chance
+from open_clip_zerovl.sampling import WHEN_DEBIASED
 from open_clip_zerovl.sampling.schedule import apportion
 from open_clip_zerovl.trial.flags import ARMS, TrialFlags
 from open_clip_zerovl.trial.result import Row, TrialResult
@@ -401,6 +402,8 @@ class Trial:
             records, self.arms, self.request.margin, self.start_record(), self.request.equal, looks
         )
         notes = [*self.inputs.notes, *self.notes, *notes]
+        if self.by_source and len(self.inputs.sizes) > 1:
+            notes.append(f"Take debiased batches {WHEN_DEBIASED} (docs/results.md).")
         command, advice = self._winners_command(result.winner, rates[result.winner]), ""
         if not result.learned:
             command = ""
