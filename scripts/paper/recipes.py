@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -27,12 +26,10 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.launch import CPU_MICRO_BATCH, gpu_memories, training_command
-from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments, parse_settings
-from scripts.paper.batch import GIB, fastest_batch, graphs_room
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 
-MIB = 2**20
+USABLE_SHARE = 0.83  # of a GPU's memory, for graphs and all else of a step
 PAPER_GPU_GIB = 32.0  # V100
 # Bytes of a step in bf16 autocast, counted by `plan.estimate.count_costs` of commit 3c8fd466: (model, token drop, frozen tower)
 # -> MiB of a graph for each sample, and GiB of weights, optimizer, gradients and half-precision copies.
@@ -83,7 +80,7 @@ def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple
     """
     target = int(settings.get("effective-batch") or recipe.effective_batch)
     fits = (
-        micro_batch_that_fits(recipe, hardware, settings, target)
+        micro_batch_that_fits(recipe, hardware.memory_gib, settings)
         if hardware.gpus
         else CPU_MICRO_BATCH
     )
@@ -103,34 +100,18 @@ def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple
     return micro_batch, steps
 
 
-def micro_batch_that_fits(
-    recipe: Recipe, hardware: Hardware, settings: Settings, target: int
-) -> int:
-    """The micro-batch that, with its DGA steps and the graphs that `--dga-retain auto` keeps, takes the least time.
+def micro_batch_that_fits(recipe: Recipe, memory_gib: float, settings: Settings) -> int:
+    """Return the largest power of two of which two graphs fit, so that a run fits if graphs are larger than counted.
 
-    For models whose graphs were not counted it is the paper's, in proportion to the memory.
-    """
-    flags = {**BASE, **recipe.flags, **settings}
-    known = GRAPHS.get((flags["model"] or "", flags.get("token-drop"), flags.get("freeze")))
-    if known is None:
-        return micro_batch_for(hardware.memory_gib)
-    sample_mib, fixed_gib = known
-    retain = flags.get("dga-retain")
-    most = max(1, int(retain)) if retain and retain.isdecimal() else 0 if retain == "auto" else 1
-    room = graphs_room(hardware.memory_gib)
-    return fastest_batch(
-        target, hardware.ranks, room, sample_mib * MIB, fixed_gib * GIB, most=most
-    ).micro_batch
-
-
-def micro_batch_for(memory_gib: float) -> int:
-    """The micro-batch of ViT-B/16 + BERT-base for a GPU: 128 for 32 GiB as in the paper, in proportion, a power of two.
-
-    A board sold with 32 GB reports a little less, hence the tolerance of 5 %.
+    Models whose graphs were not counted are taken for the largest.
     """
     if memory_gib <= 0:
         raise UserError(f"a GPU cannot have {memory_gib:g} GiB of memory; give its memory in GiB")
-    return max(1, 2 ** math.floor(math.log2(4 * memory_gib * 1.05)))
+    flags = {**BASE, **recipe.flags, **settings}
+    key = flags["model"] or "", flags.get("token-drop"), flags.get("freeze")
+    sample_mib, fixed_gib = GRAPHS.get(key, max(GRAPHS.values()))
+    room_mib = 1024 * (USABLE_SHARE * memory_gib - fixed_gib)
+    return 2 ** math.floor(math.log2(max(1, room_mib / (2 * sample_mib))))
 
 
 def data_flags(recipe: Recipe, data: Path) -> Settings:
@@ -201,27 +182,6 @@ def holds_data(folder: Path) -> bool:
     return any(
         entry.suffix in (".tar", ".csv", ".tsv") or entry.is_dir() for entry in folder.iterdir()
     )
-
-
-def crowded(hardware: Hardware, flags: Settings, cpus: int) -> str | None:
-    """A sentence if a node has more loader processes than CPU cores, else None."""
-    workers = int(flags.get("workers") or 0)
-    loaders = hardware.ranks_per_node * workers
-    if loaders <= cpus:
-        return None
-    return (
-        f"{hardware.ranks_per_node} ranks x {workers} workers are {loaders} loader processes on {cpus} CPU cores of a node: "
-        f"--set workers={max(1, cpus // hardware.ranks_per_node)}, or on SLURM --sbatch=--cpus-per-task={loaders}"
-    )
-
-
-def cores_of_a_node(options: argparse.Namespace, slurm: bool) -> int:
-    """CPU cores of a node: on SLURM the requested number (train.sbatch requests 16), else this machine's."""
-    if not slurm:
-        return usable_cores()
-    texts = [*options.sbatch, SBATCH.read_text(encoding="utf-8")]
-    asked = (re.search(r"(?:--cpus-per-task|-c)[= ]?(\d+)", text) for text in texts)
-    return next(int(found[1]) for found in asked if found)
 
 
 def training_flags(
@@ -431,10 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.plan:
         line = [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *arguments]
         return run_line(name, line, dry_run=dry_run)
-    slurm = submits(options, hardware)
-    if sentence := crowded(hardware, flags, cores_of_a_node(options, slurm)):
-        print(f"recipes.py: {sentence}", file=sys.stderr)
-    if slurm:
+    if submits(options, hardware):
         return run_line(
             name, sbatch_line(name, hardware, arguments, options.sbatch), dry_run=dry_run
         )
