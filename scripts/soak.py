@@ -1,6 +1,6 @@
 """Kills trainings and commands at random moments, calls them again, and compares their files with those of undisturbed calls.
 
-    python -m scripts.soak --kills 60 --minutes 30 [--seed 0] [--targets train-2 search align] [--out docs/reliability.md]
+    python -m scripts.soak --kills 60 --minutes 30 [--seed 0] [--targets train-2 search align]
 
 Each target runs in a session of its own, in forks of this process: Python and torch start once. A training has dropout, mixup,
 a loader worker, step checkpoints and one or two ranks under a launcher. They meet over gloo and end with their launcher, as
@@ -50,7 +50,6 @@ from open_clip_zerovl.core.errors import DEFECT
 from open_clip_zerovl.core.files import RUN_PREFIX, remove_scratch_folders
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_source
-from scripts.sections import replace_section, write_table
 from training.main import run_as_program
 
 LIMIT_SECONDS = 20.0  # a call must end within this time after a signal
@@ -462,26 +461,17 @@ class Soak:
             return True
         return limited and status not in (0, 2) and NO_MEMORY not in words
 
-    def report(self) -> list[str]:
-        """Return the counts as a table in Markdown."""
-        options = self.options
-        lines = [
-            f"| kill | {' | '.join(options.targets)} |",
-            "|---|" + "--:|" * len(options.targets),
-        ]
-        for kind in KILLS:
-            counts = " | ".join(str(self.kills[name, kind]) for name in options.targets)
-            lines.append(f"| {kind} | {counts} |")
+    def report(self) -> str:
+        """Return the counts as CSV, and a sentence."""
+        rows = [["kill", *self.out]]
+        rows += [[kind, *(str(self.kills[name, kind]) for name in self.out)] for kind in KILLS]
         minutes = (time.monotonic() - self.begin) / 60
-        lines.append("")
-        lines.append(
-            f"{sum(self.kills.values())} kills in {minutes:.0f} minutes (`python -m scripts.soak --kills {options.kills} "
-            f"--minutes {options.minutes:g} --seed {options.seed}`); after a signal all processes ended within "
+        return "\n".join(",".join(row) for row in rows) + (
+            f"\n\n{sum(self.kills.values())} kills in {minutes:.0f} minutes; after a signal all processes ended within "
             f"{max(self.slowest.values(), default=0):.1f} s; {self.refused} calls after a kill were refused with a sentence; "
             f"{self.equal} of {self.compared} calls that came to their end left the files of the call never interrupted, byte "
             f"for byte; {len(self.faults)} faults."
         )
-        return lines
 
 
 def main() -> int:
@@ -492,7 +482,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30, help="kill no call after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--out", type=Path, help="a page in which the section `soak` is replaced")
     options = parser.parse_args()
     # Not a TemporaryDirectory: each fork would remove it at its end.
     home = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -502,11 +491,7 @@ def main() -> int:
         soak.run()
     finally:
         shutil.rmtree(home)
-    lines = soak.report()
-    print("\n".join(lines))
-    if options.out is not None:
-        write_table(options.out.parent / "results" / "soak.csv", lines)
-        replace_section(options.out, "soak", lines[-1:])
+    print(soak.report())
     return int(bool(soak.faults))
 
 

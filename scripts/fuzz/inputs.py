@@ -25,14 +25,9 @@ import numpy as np
 import open_clip
 import torch
 from hypothesis import strategies as st
-from open_clip.transform import image_transform
 from PIL import Image
 
-from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.evaluate.search import embed_collection
-from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.sampling.schedule import Batching
-from open_clip_zerovl.shards import index as tar_index
 from training.resume import Position, entry_of
 
 Draw = Callable[[Any], Any]
@@ -440,7 +435,7 @@ def make_pairs(draw: Draw, folder: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints, exported folders, stored arrays
+# Checkpoints, exported folders
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -504,106 +499,6 @@ def make_checkpoint(draw: Draw, folder: Path) -> None:
     )
 
 
-RECALLS = {f"{way}_R@{k}": 0.1 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
-RECORD: tuple[dict[str, Any], ...] = (
-    {
-        "kind": "start",
-        "settings": {"lr": 0.1},
-        "sources": {"a": {"samples": 8}},
-        "model": "ViT",
-        "loss_at_chance": 2.0,
-    },
-    {
-        "kind": "step",
-        "loss": 1.5,
-        "lr": 0.1,
-        "samples_per_second": 9.0,
-        "waited": 0.1,
-        "by_source": {"a": 1.5},
-    },
-    {"kind": "retrieval", "metrics": {"set": {**RECALLS, "rsum": 60.0}}},
-    {"kind": "lost", "delivered": {"a": 7}, "lost": {"a": {"broken picture": 1}}},
-    {"kind": "end", "how": "done", "words": "Done"},
-)
-
-
-def make_record(draw: Draw, folder: Path) -> None:
-    """A run's folder: its record, of which an entry or bytes may be changed, and its examples."""
-    (folder / "run").mkdir()
-    lines = [
-        json.dumps(entry | {"at": number / 4, "time": 1.0}) for number, entry in enumerate(RECORD)
-    ]
-    for number in draw(st.lists(st.integers(0, len(lines) - 1), max_size=2)):
-        line = json.loads(lines[number])
-        name = draw(st.sampled_from(sorted(line)))
-        inner = (
-            line[name]
-            if isinstance(line[name], dict) and line[name] and draw(st.booleans())
-            else line
-        )
-        inner[draw(st.sampled_from(sorted(inner)))] = draw(JSON)
-        lines[number] = json.dumps(line)
-    content = edited("\n".join(lines).encode(), draw(EDITS) if draw(st.booleans()) else [])
-    (folder / "run" / "record.jsonl").write_bytes(content)
-    shown = {
-        "pixels": "data:image/png;base64,AAAA",
-        "caption": "x",
-        "score": 0.5,
-        "source": "a",
-        "right": True,
-    }
-    example = {
-        "query": "a cat",
-        "source": "a",
-        "rank": {"now": 3},
-        "target": shown["pixels"],
-        "top": {"now": [shown]},
-    }
-    example |= draw(st.dictionaries(st.sampled_from(sorted(example)), JSON, max_size=1))
-    (folder / "run" / "examples.json").write_bytes(
-        json_bytes(draw, {"epoch": 1, "examples": [example]})
-    )
-
-
-def make_model_file(draw: Draw, folder: Path) -> None:
-    """One's own model: the JSON of a config, of which a value or bytes may be changed."""
-    config = json.loads(json.dumps(MODEL))
-    part = draw(st.sampled_from((config, config["vision_cfg"], config["text_cfg"])))
-    value: Any = st.sampled_from((0, -1, 1.5, "x", None, [], {}, True, 17, 32))
-    name = draw(
-        st.sampled_from(
-            (*sorted(part), "timm_model_name", "hf_model_name", "pool_type", "custom_text", "x")
-        )
-    )
-    part[name] = draw(value)
-    (folder / f"{folder.name}.json").write_bytes(
-        json_bytes(draw, config)
-    )  # a model's name comes once
-
-
-@cache
-def frozen() -> FrozenModel:
-    """The model as search and its like use it."""
-    transform = image_transform(16, is_train=False)
-    towers: Any = model().eval()
-    return FrozenModel(
-        "fuzz-tiny",
-        towers.encode_image,
-        picture_transform=transform,
-        fingerprints={"image": "a", "text": "b"},
-    )
-
-
-def make_index(draw: Draw, folder: Path) -> None:
-    """Pictures and search's stored embeddings of them, of which some bytes are changed."""
-    (folder / "pictures").mkdir()
-    for number in range(3):
-        (folder / "pictures" / f"{number}.png").write_bytes(encoded("PNG", "RGB", 40 + number, 30))
-    embed_collection(open_collection(str(folder / "pictures")), frozen(), cache=folder / "cache")
-    (file,) = (path for path in (folder / "cache").rglob("*") if path.is_file())
-    file.write_bytes(edited(file.read_bytes(), draw(EDITS)))
-
-
 def make_export(draw: Draw, folder: Path) -> None:
     """A folder with open_clip_config.json and weights in safetensors; one of the two may be damaged."""
     from safetensors.torch import save
@@ -627,31 +522,3 @@ def make_export(draw: Draw, folder: Path) -> None:
     (folder / "exported").mkdir()
     (folder / "exported" / "open_clip_config.json").write_bytes(text)
     (folder / "exported" / "open_clip_model.safetensors").write_bytes(weights)
-
-
-def make_arrays(draw: Draw, folder: Path) -> None:
-    """Two shards, and a stored index of one of them, of which fields or bytes may be changed."""
-    source = folder / "source"
-    source.mkdir()
-    for name in ("0.tar", "1.tar"):
-        (source / name).write_bytes(good_tar())
-    tar_index.open_index(str(source / "0.tar"))
-    tar_index._open.cache_clear()  # readers must read the stored index
-    file = source / ".zerovl-index" / "0.tar.npz"
-    with np.load(file) as stored:
-        arrays = dict(stored)
-    odd = st.sampled_from(
-        (
-            np.zeros(0),
-            np.array(-1),
-            np.array([-5, 10**15]),
-            np.array(["x"]),
-            np.ones((2, 2, 2)),
-            np.array(1e300),
-        )
-    )
-    for name in draw(st.lists(st.sampled_from(sorted(arrays)), max_size=1)):
-        arrays[name] = draw(odd)
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    file.write_bytes(edited(buffer.getvalue(), draw(EDITS) if draw(st.booleans()) else []))

@@ -24,7 +24,6 @@ from open_clip_zerovl.cli import program
 from open_clip_zerovl.core.errors import DEFECT, UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.data.annotations import read_karpathy
-from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import crop_of, decode_image
 from open_clip_zerovl.data.labelled import open_probe_set
 from open_clip_zerovl.data.loader import MixtureLoader
@@ -32,9 +31,6 @@ from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.evaluate.search import embed_collection
-from open_clip_zerovl.models.build import check_model
-from open_clip_zerovl.models.configs import register_model_file
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
 from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, encode_picture
@@ -42,7 +38,6 @@ from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.public import largest_phrases
 from open_clip_zerovl.prepare.settings import Work
 from open_clip_zerovl.recipe.build import init_from
-from open_clip_zerovl.report.run_page import write_run_page
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.archives import find_member
 from open_clip_zerovl.shards.pictures import BadPicture
@@ -190,26 +185,6 @@ def loading(where: str) -> Reader:
     return read
 
 
-def own_model(folder: Path) -> None:
-    """The checks of --model-config; open_clip itself builds the model."""
-    (file,) = folder.glob("*.json")
-    name = register_model_file(file)
-    check_model(name)
-
-
-def searching(folder: Path) -> None:
-    """Search's embeddings of a folder, made again where the stored ones are damaged."""
-    store, _ = embed_collection(
-        open_collection(str(folder / "pictures")), inputs.frozen(), cache=folder / "cache"
-    )
-    assert sum(len(block) for block in store.blocks()) == 3 and store.ids.all()
-
-
-def run_page(folder: Path) -> None:
-    """The page of a run's record."""
-    write_run_page(folder / "run")
-
-
 def picture(how: str) -> Reader:
     """`pil` and `arrays` are training's two paths, with crop and transform; `whole` decodes as evaluation does."""
 
@@ -319,14 +294,4 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
         },
     ),
     "exported folder": (inputs.make_export, {"evaluation": loading("exported")}),
-    "run": (inputs.make_record, {"page": run_page}),
-    "model file": (inputs.make_model_file, {"training": own_model}),
-    "features": (inputs.make_index, {"search": searching}),
-    "arrays": (
-        inputs.make_arrays,
-        {
-            "training, stored index": training("source", from_the_middle=True),
-            "each caption, stored index": training("source", captions="all"),
-        },
-    ),
 }

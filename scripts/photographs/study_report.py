@@ -30,7 +30,6 @@ from scripts.photographs.study import (
     read_protocol,
     read_records,
 )
-from scripts.sections import replace_section
 
 FIGURE = RECORDS / "mixtures.png"
 PRIMARIES = ("clean", "pool")
@@ -259,11 +258,19 @@ def main() -> None:
     for name, table in sections.items():
         print(f"\n{name}\n\n{table}")
         if page is not None:
-            replace_section(page, name, ["", table, ""])
+            replace_section(page, name, table)
     rows = mixture_rows(read_records("debiased"), protocol)
     print("\nrank correlations with the sign:", rank_correlations(rows, read_records("signs")))
     if page is not None and rows:
         write_atomically(FIGURE, draw(rows))
+
+
+def replace_section(page: Path, name: str, table: str) -> None:
+    """Put a table between a page's marks `<!-- NAME -->` and `<!-- /NAME -->`."""
+    begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+    head, rest = page.read_text(encoding="utf-8").split(begin, 1)
+    _, tail = rest.split(end, 1)
+    page.write_text(f"{head}{begin}\n{table}\n{end}{tail}", encoding="utf-8")
 
 
 def tables(protocol: dict[str, Any]) -> dict[str, str]:
