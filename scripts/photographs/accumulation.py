@@ -3,9 +3,10 @@
     python -m scripts.photographs.styles --tars DIR --features DIR
     python -m scripts.photographs.accumulation --tars DIR --features DIR [--minutes 30]
 
-The towers: BERT of two layers of width 128 from random weights, with dropout, and a residual tower on the stored features of
-the photographs. open_clip's arm is its own `train_one_epoch`; both arms see the same micro-batches in the same order at the
-same rates. A stopped call continues: each finished run is a line of docs/results/photographs/accumulation.jsonl.
+The towers: two BERT layers of width 128 from random weights, with dropout, on the stored token states of MiniLM-L6, and a
+residual tower on the stored features of the photographs. open_clip's arm is its own `train_one_epoch`; both arms see the same
+micro-batches in the same order at the same rates. A stopped call continues: each finished run is a line of
+docs/results/photographs/accumulation.jsonl.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any
 import torch
 from open_clip.loss import ClipLoss
 from open_clip_train.train import train_one_epoch
+from timm.optim import Lars
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertModel, BertTokenizer
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.randomness import Purpose, seed_step, seeded, stream, stream_seed
@@ -39,16 +41,20 @@ from scripts.photographs.styles import flickr8k_split, read_captions
 
 PART = "accumulation"
 TOKENS = 24
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, lr=0.0, betas=(0.9, 0.98), eps=1e-6),
+    "lars": partial(Lars, lr=0.0, momentum=0.9, always_adapt=True),
+}
 
 
 class Towers(nn.Module):
-    """A picture's residual tower and a caption's BERT, with open_clip's outputs."""
+    """A picture's residual tower and a caption's BERT layers, with open_clip's outputs."""
 
-    def __init__(self, vocabulary: int, settings: dict[str, Any], seed: int) -> None:
+    def __init__(self, states: int, settings: dict[str, Any], seed: int) -> None:
         super().__init__()
         width = settings["width"]
         config = BertConfig(
-            vocab_size=vocabulary,
+            vocab_size=1,
             hidden_size=width,
             num_hidden_layers=settings["layers"],
             num_attention_heads=settings["heads"],
@@ -60,6 +66,7 @@ class Towers(nn.Module):
             self.straight = nn.Linear(WIDTH, EMBED_DIM, bias=False)
             self.inner = nn.Linear(WIDTH, HIDDEN, bias=False)
             self.outer = nn.Linear(HIDDEN, EMBED_DIM, bias=False)
+            self.lift = nn.Linear(states, width)
             self.text = BertModel(config, add_pooling_layer=False)
             self.proj = nn.Linear(width, EMBED_DIM, bias=False)
         self.logit_scale = nn.Parameter(torch.tensor(START_SCALE))
@@ -67,10 +74,10 @@ class Towers(nn.Module):
     def encode_image(self, rows: Tensor) -> Tensor:
         return F.normalize(self.straight(rows) + self.outer(F.gelu(self.inner(rows))), dim=-1)
 
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        mask = tokens != 0
-        states = self.text(tokens, attention_mask=mask).last_hidden_state
-        return F.normalize(self.proj(states[:, 0]), dim=-1)
+    def encode_text(self, states: Tensor) -> Tensor:
+        inputs = self.lift(states.float())
+        outputs = self.text(inputs_embeds=inputs, attention_mask=is_token(states))
+        return F.normalize(self.proj(outputs.last_hidden_state[:, 0]), dim=-1)
 
     def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
         features = {"image_features": self.encode_image(images)}
@@ -80,37 +87,53 @@ class Towers(nn.Module):
 
 @dataclass
 class Data:
-    """Principal components of the photographs (n, W), and token numbers of their captions (n, 5, T), part by part."""
+    """Principal components of the photographs (n, W), and token states of their captions (n, 5, T, D), part by part."""
 
     images: dict[str, Tensor]
-    tokens: dict[str, Tensor]
-
-    @property
-    def vocabulary(self) -> int:
-        return 1 + int(max(part.max() for part in self.tokens.values()))
+    states: dict[str, Tensor]
 
 
 def read_data(tars: Path, features: Path) -> Data:
-    """The stored features, and the captions' tokens, which are made once."""
-    file = features / "tokens.pt"
+    """Read the stored features and the captions' token states, which are made once."""
+    file = features / "states.pt"
     if not file.is_file():
         captions = read_captions(tars / "flickr8k.tar")
-        tokenizer = BertTokenizer.from_pretrained(features / "encoders" / "minilm")
-        tokens = {}
+        encoder = features / "encoders" / "minilm"
+        tokenizer, model = (
+            AutoTokenizer.from_pretrained(encoder),
+            AutoModel.from_pretrained(encoder),
+        )
+        made = {}
         for part, names in flickr8k_split(list(captions)).items():
             flat = [caption for name in names for caption in captions[name]]
-            given = {"padding": "max_length", "truncation": True, "max_length": TOKENS}
-            encoded = tokenizer(flat, return_tensors="pt", **given)["input_ids"]
-            tokens[part] = encoded.view(len(names), 5, TOKENS)
-        used = torch.unique(torch.cat([part.flatten() for part in tokens.values()]))
-        save_atomically(
-            {part: torch.searchsorted(used, each) for part, each in tokens.items()}, file
-        )
+            states = token_states(flat, tokenizer, model.eval())
+            made[part] = states.view(len(names), 5, *states.shape[1:])
+        save_atomically(made, file)
     store = Store(features)
     reduce = principal_components(store.train["pictures"]["plain"])
     parts = {"train": store.train, "validation": store.validation, "test": store.test}
     images = {name: reduce(part["pictures"]["plain"]) for name, part in parts.items()}
-    return Data(images, torch.load(file, weights_only=True))
+    return Data(images, torch.load(file, weights_only=True, mmap=True))
+
+
+@torch.inference_mode()
+def token_states(captions: Sequence[str], tokenizer: Any, model: nn.Module) -> Tensor:
+    """Compute the last hidden states (n, T, D) of captions in half precision, zero where a caption has no token."""
+    settings = {"padding": "max_length", "truncation": True, "max_length": TOKENS}
+    tokens = tokenizer(list(captions), return_tensors="pt", **settings)
+    order = tokens["attention_mask"].sum(1).argsort()
+    states = torch.zeros(len(captions), TOKENS, model.config.hidden_size, dtype=torch.half)
+    for rows in order.split(64):
+        mask = tokens["attention_mask"][rows]
+        length = int(mask.sum(1).max())
+        outputs = model(tokens["input_ids"][rows, :length], attention_mask=mask[:, :length])
+        states[rows, :length] = (outputs.last_hidden_state * mask[:, :length, None]).half()
+    return states.clone()
+
+
+def is_token(states: Tensor) -> Tensor:
+    """Mark the tokens (..., T) of padded states (..., T, D)."""
+    return states.any(-1)
 
 
 @dataclass
@@ -118,10 +141,12 @@ class Run:
     """A run of the protocol.
 
     Attributes:
+        optimizer: "adamw" or "lars".
         arm: "accum-freq" or "dga".
         clip: the norm to which gradients are clipped; None: they are not.
     """
 
+    optimizer: str
     arm: str
     steps: int
     clip: float | None
@@ -131,6 +156,7 @@ class Run:
     @property
     def facts(self) -> dict[str, Any]:
         return {
+            "optimizer": self.optimizer,
             "arm": self.arm,
             "K": self.steps,
             "clip": self.clip,
@@ -140,13 +166,12 @@ class Run:
 
 
 def planned(settings: dict[str, Any]) -> Iterator[Run]:
-    """Runs in the order of their value: one rate after the other, seed by seed, so that what is done is paired."""
-    for steps in settings["steps"]:
-        for rate in settings["rates"]:
+    """Order runs by their value: one setting after the other, seed by seed, so that what is done is paired."""
+    for setting in settings["settings"]:
+        for rate in settings["rates"][setting["optimizer"]]:
             for seed in settings["seeds"]:
-                for clip in settings["clips"]:
-                    for arm in ("dga", "accum-freq"):
-                        yield Run(arm, steps, clip, rate, seed)
+                for arm in ("dga", "accum-freq"):
+                    yield Run(setting["optimizer"], arm, setting["K"], setting["clip"], rate, seed)
 
 
 class Trainer:
@@ -166,9 +191,9 @@ class Trainer:
             micro * run.steps, "random", self.settings["epoch_samples"], self.settings["epochs"]
         )
         per_epoch = training.epoch_samples // training.batch
-        model = Towers(self.data.vocabulary, self.settings["bert"], run.seed)
-        groups = parameter_groups(model, training.weight_decay)
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-6)
+        width = self.data.states["train"].shape[-1]
+        model = Towers(width, self.settings["bert"], run.seed)
+        optimizer = OPTIMIZERS[run.optimizer](parameter_groups(model, training.weight_decay))
         total = training.epochs * per_epoch
         warmup = round(training.warmup_share * total)
 
@@ -197,25 +222,25 @@ class Trainer:
         self, training: Training, micro: int, seed: int, epoch: int
     ) -> list[tuple[Tensor, Tensor]]:
         """The micro-batches of an epoch in their order."""
-        images, tokens = self.data.images["train"], self.data.tokens["train"]
+        images, states = self.data.images["train"], self.data.states["train"]
         shift = stream(seed, Purpose.ALIGN_CAPTION).integers(0, 1 << 30, size=len(images))
         order = epoch_order([len(images)], training, seed, epoch).reshape(-1, micro)
-        return [(images[rows], cut(tokens[rows, (shift[rows] + epoch) % 5])) for rows in order]
+        return [(images[rows], cut(states[rows, (shift[rows] + epoch) % 5])) for rows in order]
 
     @torch.no_grad()
     def score(self, model: Towers, part: str) -> float:
         """Mean recall (RSUM / 6) on a part's photographs."""
         model.eval()
-        tokens = self.data.tokens[part].flatten(0, 1)
-        texts = torch.cat([model.encode_text(cut(block)) for block in tokens.split(100)])
+        states = self.data.states[part].flatten(0, 1)
+        texts = torch.cat([model.encode_text(cut(block)) for block in states.split(100)])
         images = model.encode_image(self.data.images[part])
         owner = torch.arange(len(images)).repeat_interleave(5)
         return retrieval_metrics(images.nan_to_num(), texts.nan_to_num(), owner)["rsum"] / 6
 
 
-def cut(tokens: Tensor) -> Tensor:
+def cut(states: Tensor) -> Tensor:
     """Leave out the padding that all texts of a micro-batch have."""
-    return tokens[:, : int((tokens != 0).sum(1).max())]
+    return states[:, : int(is_token(states).sum(1).max())]
 
 
 def open_clip_epoch(
@@ -262,7 +287,7 @@ def main() -> None:
     settings = read_protocol()[PART]
     trainer = Trainer(read_data(given.tars, given.features), settings)
     end = time.monotonic() + 60 * given.minutes
-    known = tuple(Run("", 0, None, 0.0, 0).facts)
+    known = tuple(Run("", "", 0, None, 0.0, 0).facts)
     there = [{key: record[key] for key in known} for record in read_records(PART)]
     for run in planned(settings):
         if time.monotonic() > end:
