@@ -41,13 +41,14 @@ test: $(STAMP) ## run the tests (7 minutes on 2 cores; OPEN_CLIP_SOURCE=DIR: on 
 test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" --timeout 1800
 
-# Installs nothing: .venv where it is there, else the machine's own Python. It is called again behind what broke CUDA's context
+# Installs nothing: .venv where it is there, else the machine's own Python, with wheels unpacked beside it. It is called again behind what broke CUDA's context
 # or hung (75), and behind what ended the process (134, 139), within one limit.
 gpu: ## what only a GPU can show, into docs/results/gpu-NAME.md (8 minutes, a second call 7; WHEELS=DIR, LIMIT=SECONDS, REHEARSE=1: on the CPU)
+	$(if $(WHEELS),$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pip install --quiet --no-index --no-deps --upgrade --target build/gpu/site $(call quoted,$(WHEELS))/*.whl)
 	@end=$$(($$(date +%s) + $(or $(LIMIT),$(if $(REHEARSE),3600,480)))); status=75; \
 	while [ $$status = 75 ] || [ $$status = 134 ] || [ $$status = 139 ]; do \
 		$(or $(wildcard $(BIN)/python),$(PYTHON)) -m scripts.gpu --seconds $$((end - $$(date +%s))) \
-			$(if $(WHEELS),--wheels $(call quoted,$(WHEELS))) $(if $(REHEARSE),--rehearse --out build/gpu) $(ARGS); status=$$?; \
+			$(if $(REHEARSE),--rehearse --out build/gpu) $(ARGS); status=$$?; \
 	done; exit $$status
 
 # The paper's runs: make train-14m DATA=DIR [DRY_RUN=1] [ARGS="--set lr=5e-5"]; make plan-14m DATA=DIR

@@ -1,11 +1,11 @@
 """`make gpu`: what only a GPU can show, in the order of its value, in one process on one GPU.
 
-    python -m scripts.gpu [--wheels DIR] [--seconds 480] [--out docs/results] [--name NAME] [--only PART ...]
+    python -m scripts.gpu [--seconds 480] [--out docs/results] [--only PART ...]
     python -m scripts.gpu --rehearse --out DIR        # every part on the CPU, with tiny sizes
 
     part         seconds on an H100
 {parts}
-The first call of 480 seconds ends with `training`, a second one of 400 seconds does the rest. Each result is written at once,
+The first call of 480 seconds ends with `training`, a second one of 200 seconds does the rest. Each result is written at once,
 to WORK/gpu-NAME.json, and copied to OUT with a page, OUT/gpu-NAME.md; NAME is the GPU's. The next call continues after the
 last result, also from OUT alone. A failure is a result; --only PART measures it again. Exit status:
 
@@ -15,9 +15,9 @@ last result, also from OUT alone. A failure is a result; --only PART measures it
     3   the time is over; call again to continue
     75  CUDA's context is broken, or a measurement hung: call again at once, it goes on behind it (`make gpu` does)
 
-Nothing is installed or fetched: the machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used as
-they are, and packages that it lacks are unpacked from the wheels in --wheels into WORK/site. To fetch the wheels on a machine
-with a network, for Python 3.12 on the GPU's:
+The machine's own torch (2.11 or newer), torchvision, timm, transformers and numpy are used. Packages that it lacks come from a
+folder of wheels, which `make gpu WHEELS=DIR` unpacks into WORK/site without an index. To fetch them on a machine with a
+network, for Python 3.12 on the GPU's:
 
     python -m pip download --no-deps --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 -d DIR \\
         open_clip_torch==3.3.0 webdataset==0.2.86 simplejpeg==1.9.0 ftfy==6.3.1 braceexpand==0.1.7 wcwidth==0.2.14
@@ -27,11 +27,9 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -49,68 +47,22 @@ from open_clip_zerovl.report.tables import markdown_table  # noqa: E402
 
 # Functions of scripts/bench/gpu_parts.py: (seconds on an H100, what they answer).
 PARTS = {
-    "machine": (40, "rates of products and copies, the kernels that attention takes"),
+    "machine": (40, "rates of products and copies"),
     "exactness": (30, "tests/gpu/test_exactness.py: fp32, bf16, fp16, attention's kernels, GradScaler"),
     "gradients": (20, "errors of a step's gradient at paper size against one graph"),
     "steps": (60, "speed and memory of eager steps: plain training, ours, open_clip's"),
     "waits": (5, "where a step waits for the GPU, and the longest kernels of a micro-batch"),
-    "attention": (8, "a pass with and without cuDNN's attention, and at six new text lengths"),
     "loss": (12, "the loss alone, to 262,144 pairs"),
     "blocks": (75, "the same steps with the towers' blocks compiled"),
     "training": (155, "`zerovl train` from tars, stopped, and resumed from an earlier step"),
     "tests": (70, "the other tests of tests/gpu: compile, resume, loss and memory"),
     "ranks": (50, "gradient errors of two ranks that share the GPU"),
     "plan": (35, "`zerovl plan` compared with that training"),
-    "whole": (200, "the same steps with the whole model compiled"),
 }  # fmt: skip
 LEAST_SHARE = 0.5  # of a part's estimate: with less time left it is not begun
 MOST_ATTEMPTS = 3  # a measurement that ends the process is given up after as many
 BROKEN, TIME_OVER = 75, 3
 HANGS_AFTER = 120.0  # seconds without a result
-
-# Module -> package. CARRIED can be brought as wheels; EXPECTED must be on the machine.
-CARRIED = {
-    "open_clip": "open_clip_torch",
-    **{name: name for name in ("webdataset", "simplejpeg", "braceexpand", "ftfy", "wcwidth")},
-}
-EXPECTED = {
-    "torch": "torch", "torchvision": "torchvision", "timm": "timm", "transformers": "transformers", "numpy": "numpy",
-    "pandas": "pandas", "PIL": "pillow", "safetensors": "safetensors", "tqdm": "tqdm", "tensorboard": "tensorboard",
-    "fsspec": "fsspec", "matplotlib": "matplotlib", "pytest": "pytest", "pytest_timeout": "pytest-timeout",
-}  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Packages
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def missing_packages() -> dict[str, str]:
-    """Return the modules that cannot be imported: module -> package."""
-    importlib.invalidate_caches()
-    needed = {**EXPECTED, **CARRIED}
-    return {name: package for name, package in needed.items() if not importlib.util.find_spec(name)}
-
-
-def unpack_wheels(wheels: Path | None, site: Path) -> None:
-    """Unpack missing packages from a folder of wheels into `site`, which becomes importable.
-
-    Raises:
-        UserError: packages that are neither installed nor in the folder.
-    """
-    sys.path.append(str(site))
-    missing = list(missing_packages().values())
-    if wheels is not None and missing:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        pip += ["--find-links", str(wheels), "--target", str(site), *missing]
-        done = subprocess.run(pip, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise UserError(f"pip could not unpack {', '.join(missing)}: {done.stderr.strip()}")
-    if missing := list(missing_packages().values()):
-        raise UserError(
-            f"this machine's Python ({sys.executable}) has no {', '.join(missing)}; fetch the wheels where there is a "
-            "network (`python -m scripts.gpu --help` shows how) and give --wheels DIR"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -343,11 +295,17 @@ def run(options: argparse.Namespace) -> int:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    unpack_wheels(options.wheels, work / "site")
-    name = options.name or name_here(options.rehearse)
+    sys.path.insert(3, str(work / "site"))
+    name = name_here(options.rehearse)
     session = Session(name, work, out, options.seconds, rehearse=options.rehearse)
     threading.Thread(target=session.watch, daemon=True).start()
-    from scripts.bench import gpu_parts
+    try:
+        from scripts.bench import gpu_parts
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"this machine's Python ({sys.executable}) has no {error.name}; fetch the wheels where there is a network "
+            "(`python -m scripts.gpu --help` shows how) and give make gpu WHEELS=DIR"
+        ) from error
 
     for part in options.only or PARTS:
         record = session.parts.get(part)
@@ -376,9 +334,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
     parser.add_argument(
-        "--wheels", type=Path, metavar="DIR", help="wheels of packages that this machine lacks"
-    )
-    parser.add_argument(
         "--seconds", type=float, default=480.0, help="time for this call (default %(default)g)"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR")
@@ -389,7 +344,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="state and scratch files",
     )
-    parser.add_argument("--name", help="name in the result's files (default: the GPU's)")
     parser.add_argument(
         "--only",
         nargs="+",

@@ -33,7 +33,6 @@ import pytest
 import torch
 from open_clip.loss import ClipLoss
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from open_clip_zerovl.core.memory import available_bytes
@@ -113,7 +112,7 @@ class Bench:
 
     def __init__(self, sizes: Sizes, scratch: Path) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
-        self.name = register(sizes.model, None, 0.1, scratch)
+        self.name = register(sizes.model, 0.1, scratch)
         model = build(self.name, 0.25, device(), torch.float32)
         self.setup = Setup(model, device(), autocast())
         rows = [sizes.micro_batch] * DISTINCT_BATCHES
@@ -166,7 +165,7 @@ def clear() -> None:
 def median_seconds(once: Callable[[], Any], rounds: int = 10, warm_up: int = 3) -> float:
     """Median wall-clock seconds of a call, until the device is done."""
     setup = Setup(nn.Linear(1, 1), device())
-    took = [seconds(setup, lambda _: once(), [], "wall") for _ in range(warm_up + rounds)]
+    took = [seconds(setup, lambda _: once(), []) for _ in range(warm_up + rounds)]
     return statistics.median(took[warm_up:])
 
 
@@ -176,10 +175,10 @@ def timed_step(
     """Time a step, and read the peak of its memory in the timed rounds: cuDNN's trials come before."""
     clear()
     for _ in range(warm_up):
-        seconds(bench.setup, way, micro_batches, "wall")
+        seconds(bench.setup, way, micro_batches)
     if on_gpu():
         torch.cuda.reset_peak_memory_stats()
-    took = [seconds(bench.setup, way, micro_batches, "wall") for _ in range(rounds)]
+    took = [seconds(bench.setup, way, micro_batches) for _ in range(rounds)]
     rate = sum(len(images) for images, _ in micro_batches) / statistics.median(took)
     dga = getattr(getattr(way, "func", None), "__self__", None)
     bench.setup.zero_grad()
@@ -296,20 +295,11 @@ def machine_values(sizes: Sizes) -> dict[str, Any]:
         "host_to_device_gb_per_second": len(host)
         / median_seconds(lambda: to_device.copy_(host, non_blocking=True))
         / 1e9,
-        "attention_of_148_tokens": attention_kernel(148, 0.0, masked=False),
-        "attention_of_25_masked_tokens": attention_kernel(25, 0.1, masked=True),
     }
 
 
 def random_bf16(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=device(), dtype=torch.bfloat16)
-
-
-def attention_kernel(length: int, dropout: float, *, masked: bool) -> str:
-    """Name the kernel that torch takes for attention with 12 heads of 64."""
-    query = random_bf16(64, 12, length, 64)
-    mask = torch.ones(64, 1, length, length, dtype=torch.bool, device=device()) if masked else None
-    return SDPBackend(torch._fused_sdp_choice(query, query, query, mask, dropout, False)).name
 
 
 def exactness(session: Session) -> None:
@@ -385,7 +375,7 @@ def longest_kernels(bench: Bench) -> dict[str, Any]:
     """Profile a micro-batch: all kernels together, and milliseconds and calls of the 25 that take the most time."""
     kind = ProfilerActivity.CUDA if on_gpu() else ProfilerActivity.CPU
     with profile(activities=[kind]) as seen:
-        took = seconds(bench.setup, partial(one_graph, bench.setup), bench.batches[:1], "wall")
+        took = seconds(bench.setup, partial(one_graph, bench.setup), bench.batches[:1])
     which = "self_device_time_total" if on_gpu() else "self_cpu_time_total"
     rows = [(getattr(event, which) / 1e3, event.count, event.key) for event in seen.key_averages()]
     longest = sorted(rows, reverse=True)[:25]
@@ -423,29 +413,6 @@ def waits_of_a_step(bench: Bench) -> dict[str, Any]:
     return {"waits": len(waited), "lines": sorted(lines)}
 
 
-def attention(session: Session) -> None:
-    bench = bench_of(session)
-    kernels: dict[str, Any] = {
-        "as torch chooses": nullcontext(),
-        "without cuDNN": sdpa_kernel(
-            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-            set_priority=True,
-        ),
-    }
-    for name, context in kernels.items():
-        with context:
-            session.measure(name, partial(attention_times, bench))
-
-
-def attention_times(bench: Bench) -> dict[str, Any]:
-    """Time a pass of a micro-batch, and its first passes at six other lengths."""
-    images, texts = bench.batches[0]
-    way = partial(one_graph, bench.setup)
-    times = timed_step(bench, way, bench.batches[:1], 3, 1)
-    lengths = [seconds(bench.setup, way, [(images, texts[:, :n])], "wall") for n in range(6, 22, 3)]
-    return {"seconds": times["seconds"], "six_new_lengths": sum(lengths)}
-
-
 def loss(session: Session) -> None:
     for pairs in sizes_of(session).pairs:
         session.measure(f"{pairs:,} pairs", partial(loss_values, pairs))
@@ -479,40 +446,28 @@ def loss_values(pairs: int) -> dict[str, float]:
 
 
 def blocks(session: Session) -> None:
-    measure_compiled(session, compile_blocks)
-
-
-def whole(session: Session) -> None:
-    measure_compiled(session, lambda model: model.compile())
-
-
-def measure_compiled(session: Session, compiled: Callable[[nn.Module], Any]) -> None:
-    """Compile the model in its place; time the first step, then the ways, and compare a gradient under its masks."""
+    """Compile the model's blocks; time the first step, then the ways, and compare a gradient under its masks."""
     bench, sizes = bench_of(session), sizes_of(session)
     setup, small = bench.setup, bench.small(sizes.compared)
-    with mock.patch.object(
-        nn.Module, "compile", partialmethod(nn.Module.compile, backend=sizes.compiler)
-    ):
-        compiled(setup.inner)
-    with same_masks(setup.inner, cut_texts=False):
-        measure_compiled_ways(session, bench, small)
-    for module in setup.inner.modules():
-        module._compiled_call_impl = None
-    torch._dynamo.reset()
+    compiled = partialmethod(nn.Module.compile, backend=sizes.compiler)
+    with mock.patch.object(nn.Module, "compile", compiled):
+        compile_blocks(setup.inner)
 
-
-def measure_compiled_ways(session: Session, bench: Bench, small: list[MicroBatch]) -> None:
-    setup, size = bench.setup, sizes_of(session).compared
-    first = partial(seconds, setup, decoupled(setup, 1, LOSS_CHUNK), bench.batches[:2], "wall")
-    session.measure("first step", lambda: {"seconds": first()}, limit=240)
-    measure_ways(session, bench, ways(bench))
+    def first() -> dict[str, float]:
+        way = decoupled(setup, 1, LOSS_CHUNK)
+        return {"seconds": seconds(setup, way, bench.batches[:2])}
 
     def error() -> dict[str, float]:
         reference = reference_gradient(setup, small, SEED)
-        way = decoupled(setup, 1, size)
-        return gradient_errors(setup, way, small, SEED, reference)
+        return gradient_errors(setup, decoupled(setup, 1, sizes.compared), small, SEED, reference)
 
-    session.measure("gradient error of ours", error)
+    with same_masks(setup.inner, cut_texts=False):
+        session.measure("first step", first, limit=240)
+        measure_ways(session, bench, ways(bench))
+        session.measure("gradient error of ours", error)
+    for module in setup.inner.modules():
+        module._compiled_call_impl = None
+    torch._dynamo.reset()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -92,16 +92,13 @@ def write_bert(folder: Path, size: str, dropout: float, words: Sequence[str] | N
     return folder
 
 
-def register(model: str, text_model: str | None, dropout: float, scratch: Path) -> str:
-    """The name under which open_clip builds `model` with random weights and without a hub.
+def register(model: str, dropout: float, scratch: Path) -> str:
+    """Return the name under which open_clip builds a model with random weights and without a hub.
 
-    `small` and `tiny` are an open_clip ViT with a BERT of that size. The HF text tower of another model is that of the folder
-    `text_model`, or a random BERT-base.
+    `small` and `tiny` are an open_clip ViT with a BERT of that size; the HF text tower of another model is a random BERT-base.
     """
     if model in VISION_SIZES:
-        text_folder = (
-            Path(text_model) if text_model else write_bert(scratch / "bert", model, dropout)
-        )
+        text_folder = write_bert(scratch / "bert", model, dropout)
         config = {
             "embed_dim": BERT_SIZES[model]["hidden_size"],
             "init_logit_scale": 3.912023,  # temperature 0.02
@@ -121,9 +118,7 @@ def register(model: str, text_model: str | None, dropout: float, scratch: Path) 
     name = ALIASES.get(model, model)
     known = get_model_config(name)
     if known is not None and known["text_cfg"].get("hf_model_name"):
-        return with_text_model(name, text_model or write_bert(scratch / "bert", "base", dropout))
-    if text_model is not None:
-        return with_text_model(name, text_model)  # raises: this model takes no text tower
+        return with_text_model(name, write_bert(scratch / "bert", "base", dropout))
     return name
 
 
@@ -351,19 +346,18 @@ def ways(setup: Setup, steps: int, loss_chunk: int | None, with_one_graph: bool)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch], clock: str) -> float:
-    """Seconds of one step, which all ranks start together: wall time, or this process's CPU time."""
+def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> float:
+    """Time one step, which all ranks start together."""
     setup.zero_grad()
     if setup.world_size > 1:
         dist.barrier()
     if setup.device.type == "cuda":
         torch.cuda.synchronize(setup.device)
-    now = time.perf_counter if clock == "wall" else time.process_time
-    start = now()
+    start = time.perf_counter()
     way(micro_batches)
     if setup.device.type == "cuda":
         torch.cuda.synchronize(setup.device)
-    return now() - start
+    return time.perf_counter() - start
 
 
 def peak_bytes(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> int:

@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=512)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        row = row_of(register("ViT-B-16+BERT-base", None, 0.1, Path(scratch)), args.micro_batch)
+        row = row_of(register("ViT-B-16+BERT-base", 0.1, Path(scratch)), args.micro_batch)
     print(",".join(row))
     print(",".join(row.values()))
 

@@ -63,63 +63,28 @@ WARM_UP_STEPS = 2  # retain="auto" measures in the first and decides in the seco
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in text.split(",")]
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model",
-        default="small",
-        help="small, tiny, ViT-B-16+BERT-base, or an open_clip model name",
-    )
-    parser.add_argument(
-        "--text-model",
-        metavar="DIR",
-        help="folder of the HF text tower (its config sets the dropout)",
-    )
-    parser.add_argument(
-        "--micro-batch", type=int, default=16, metavar="B", help="samples a micro-batch and rank"
-    )
-    parser.add_argument("--steps", default="1,4,16", metavar="K,K", help="micro-batches a step")
-    parser.add_argument("--ranks", type=int, default=1, metavar="W")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument("--precision", choices=("fp32", "amp_bf16"), default="fp32")
-    parser.add_argument(
-        "--token-drop", type=float, default=0.25, help="share of patch tokens dropped"
-    )
-    parser.add_argument("--dropout", type=float, default=0.1, help="of the random BERT")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="timed steps of each way; 0: counts and memory only"
-    )
-    parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: this process' own CPU time"
-    )
-    parser.add_argument(
-        "--error-steps", type=int, default=4, metavar="K", help="0 leaves the errors out"
-    )
-    parser.add_argument("--error-batch", type=int, default=4, metavar="B")
-    parser.add_argument("--error-precision", choices=("fp64", "fp32", "amp_bf16"), default="fp64")
-    parser.add_argument(
-        "--no-one-graph", action="store_true", help="leave out one graph over all, even if it fits"
-    )
-    parser.add_argument(
-        "--peak-tflops", type=float, default=989.0, help="the GPU's in bf16, for its utilisation"
-    )
-    parser.add_argument(
-        "--loss-chunk", type=int, default=1024, help="rows of the logit matrix alive at once"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    args = parser.parse_args(argv)
-    try:
-        args.steps = [int(k) for k in args.steps.split(",")]
-    except ValueError as error:
-        parser.error(f"--steps are numbers separated by commas ({error})")
-    if min([args.micro_batch, args.ranks, *args.steps]) < 1 or args.rounds < 0:
-        parser.error("--micro-batch, --steps and --ranks must be at least 1, --rounds not negative")
-    if args.device == "cuda" and args.clock == "cpu":
-        parser.error("--clock cpu does not measure the work of a GPU")
-    return args
+    add = parser.add_argument
+    add("--model", default="small", help="small, tiny, ViT-B-16+BERT-base, or a model of open_clip")
+    add("--micro-batch", type=int, default=16, metavar="B", help="samples a micro-batch and rank")
+    add("--steps", type=numbers, default=[1, 4, 16], metavar="K,K", help="micro-batches a step")
+    add("--ranks", type=int, default=1, metavar="W")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--precision", choices=("fp32", "amp_bf16"), default="fp32")
+    add("--token-drop", type=float, default=0.25, help="share of patch tokens dropped")
+    add("--dropout", type=float, default=0.1, help="of the random BERT")
+    add("--rounds", type=int, default=5, help="timed steps of each way; 0: counts and memory only")
+    add("--error-steps", type=int, default=4, metavar="K", help="0 leaves the errors out")
+    add("--error-batch", type=int, default=4, metavar="B")
+    add("--error-precision", choices=("fp64", "fp32", "amp_bf16"), default="fp64")
+    add("--loss-chunk", type=int, default=1024, help="rows of the logit matrix alive at once")
+    add("--out", type=Path, metavar="FILE.json")
+    return parser.parse_args(argv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,7 +105,7 @@ def measure_rank(rank: int, args: argparse.Namespace, scratch: str) -> None:
     try:
         own = Path(scratch) / f"rank{rank}"
         own.mkdir()
-        name = register(args.model, args.text_model, args.dropout, own)
+        name = register(args.model, args.dropout, own)
         results = measure_steps(name, args, device, rank)
         if rank == 0:
             (Path(scratch) / "results.json").write_text(json.dumps(results), encoding="utf-8")
@@ -177,7 +142,7 @@ def measure_steps(
     share = forward_flops / step_flops
     graph = max(1, single - sum(p.nbytes for p in setup.inner.parameters()))
     results: dict[str, Any] = {
-        "model": args.model,
+        **{key: value for key, value in vars(args).items() if key != "out"},
         "parameters": sum(p.numel() for p in setup.inner.parameters()),
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -186,20 +151,11 @@ def measure_steps(
         "gflops_per_sample": step_flops / args.micro_batch / 1e9,
         "forward_share": share,
         "peak_mib_of_one_micro_batch": single / 2**20,
-        **{
-            key: getattr(args, key)
-            for key in ("micro_batch", "ranks", "precision", "token_drop", "dropout", "rounds")
-        },
-        **{
-            key: getattr(args, key)
-            for key in ("clock", "loss_chunk", "error_steps", "error_batch", "error_precision")
-        },
         "rows": [],
     }
     for steps in args.steps:
-        fits = not args.no_one_graph and _agreed_free(setup) > 1.2 * graph * steps
-        contestants = ways(setup, steps, args.loss_chunk, fits)
-        timed = measure_times(setup, contestants, batches[:steps], args)
+        contestants = ways(setup, steps, args.loss_chunk, _agreed_free(setup) > 1.2 * graph * steps)
+        timed = measure_times(setup, contestants, batches[:steps], args.rounds)
         plain_flops = counts(setup, contestants["plain micro-batches"], batches[:steps]).flops
         for row, way in contestants.items():
             counted = counts(setup, way, batches[:steps])
@@ -217,19 +173,9 @@ def measure_steps(
                 "memory": peak_bytes(setup, way, batches[:steps]) / single,
                 "errors": errors.get(row),
             }
-            if args.rounds:
-                ratios, per_second = (
-                    timed[row]["ratios"],
-                    1 / statistics.median(timed[row]["seconds_per_sample"]),
-                )
-                record |= {
-                    "time": statistics.median(ratios),
-                    "time_range": [min(ratios), max(ratios)],
-                }
-                record |= {"samples_per_second": args.ranks * per_second}
-                if device.type == "cuda":
-                    model_flops = per_second * step_flops / args.micro_batch  # without the replay
-                    record |= {"flops_utilisation": model_flops / (args.peak_tflops * 1e12)}
+            if ratios := timed[row]:
+                record["time"] = statistics.median(ratios)
+                record["time_range"] = [min(ratios), max(ratios)]
             results["rows"].append(record)
     return results
 
@@ -244,32 +190,24 @@ def _agreed_free(setup: Setup) -> int:
 
 
 def measure_times(
-    setup: Setup,
-    contestants: dict[str, Way],
-    batches: Sequence[MicroBatch],
-    args: argparse.Namespace,
-) -> dict[str, dict[str, list[float]]]:
-    """Each way's seconds a sample, and their ratios to a step of plain training taken just before, round by round.
+    setup: Setup, contestants: dict[str, Way], batches: Sequence[MicroBatch], rounds: int
+) -> dict[str, list[float]]:
+    """Measure each way's ratios to a step of plain training taken just before, round by round.
 
     Two steps in a row meet about the same load of other programs. Every round begins with another way.
     """
     yardstick = contestants["plain micro-batches"]
-    samples = sum(len(images) for images, _ in batches)
-    found: dict[str, dict[str, list[float]]] = {
-        row: {"ratios": [], "seconds_per_sample": []} for row in contestants
-    }
     for row, way in contestants.items():
-        for _ in range(WARM_UP_STEPS if args.rounds or row.endswith("auto") else 0):
-            seconds(setup, way, batches, args.clock)
+        for _ in range(WARM_UP_STEPS if rounds or row.endswith("auto") else 0):
+            seconds(setup, way, batches)
+    ratios: dict[str, list[float]] = {row: [] for row in contestants}
     rows = list(contestants)
-    for turn in range(args.rounds):
+    for turn in range(rounds):
         first = turn % len(rows)
         for row in rows[first:] + rows[:first]:
-            before = seconds(setup, yardstick, batches, args.clock)
-            took = seconds(setup, contestants[row], batches, args.clock)
-            found[row]["ratios"].append(took / before)
-            found[row]["seconds_per_sample"].append(took / samples)
-    return found
+            before = seconds(setup, yardstick, batches)
+            ratios[row].append(seconds(setup, contestants[row], batches) / before)
+    return ratios
 
 
 def measure_errors(
@@ -307,11 +245,9 @@ def measure_errors(
 
 def steps_markdown(results: dict[str, Any]) -> str:
     """The rows as a table, below a line with the settings."""
-    gpu = any("flops_utilisation" in row for row in results["rows"])
     timed = results["rounds"] > 0
     header = ["K", "way"] + (["time / plain (range)", "ideal", "time / ideal"] if timed else [])
     header += ["forwards, backwards", "FLOPs (due)", "memory", "error of towers", "of logit_scale"]
-    header += ["samples/s", "FLOPs utilisation"] if gpu else []
     rows = []
     for row in results["rows"]:
         cells = [
@@ -331,14 +267,12 @@ def steps_markdown(results: dict[str, Any]) -> str:
             f"{row['errors'][part]:.1e}" if row["errors"] else "-"
             for part in ("towers", "logit_scale")
         ]
-        if gpu:
-            cells += [f"{row['samples_per_second']:.0f}", f"{row['flops_utilisation']:.1%}"]
         rows.append(cells)
     about = (
         f"{results['model']} ({results['parameters'] / 1e6:.1f} M parameters, {results['gflops_per_sample']:.2f} GFLOP a "
         f"sample, forward share {results['forward_share']:.4f}), micro-batch {results['micro_batch']}, {results['ranks']} "
         f"rank(s), {results['precision']}, token drop {results['token_drop']}, dropout {results['dropout']}, "
-        f"{results['rounds']} rounds by the {results['clock']} clock; {results['device']}, torch {results['torch']}; one "
+        f"{results['rounds']} rounds; {results['device']}, torch {results['torch']}; one "
         f"micro-batch peaks at {results['peak_mib_of_one_micro_batch']:.0f} MiB"
     )
     if results["error_steps"]:

@@ -47,7 +47,7 @@ def test_chunks_against_float64(device, chunk, tf32):
 def test_memory_of_eight_micro_batches_is_that_of_one(device, tmp_path):
     # In the process of `make gpu` other models hold memory, which no step frees.
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    name = harness.register("small", None, 0.1, tmp_path)
+    name = harness.register("small", 0.1, tmp_path)
     setup = harness.Setup(harness.build(name, 0.25, device, torch.float32), device)
     batches = harness.make_batches(name, setup.inner, [64] * 8, seed=1)
     way = harness.decoupled(setup, 1, 128)

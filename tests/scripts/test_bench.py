@@ -99,7 +99,7 @@ def test_peak_counts_what_is_alive_at_once():
 
 
 def test_paper_model_asks_no_hub(tmp_path):
-    name = harness.register("ViT-B-16+BERT-base", None, 0.1, tmp_path)
+    name = harness.register("ViT-B-16+BERT-base", 0.1, tmp_path)
     text = get_model_config(name)["text_cfg"]
     assert name.startswith("zerovl-ViT-B-16-BERT-base--")
     assert Path(text["hf_model_name"]).is_dir() and not text["hf_model_pretrained"]

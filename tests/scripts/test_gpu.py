@@ -93,17 +93,6 @@ def test_the_page():
     assert "Not done: gradients, steps," in text
 
 
-def test_missing_packages_are_named_or_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(gpu, "CARRIED", {"not_there": "not-there"})
-    with pytest.raises(gpu.UserError, match="has no not-there; fetch the wheels"):
-        gpu.unpack_wheels(None, tmp_path / "site")
-    with pytest.raises(gpu.UserError, match="pip could not unpack not-there"):
-        gpu.unpack_wheels(tmp_path, tmp_path / "site")
-    (tmp_path / "site" / "not_there").mkdir(parents=True)
-    gpu.unpack_wheels(None, tmp_path / "site")
-
-
 @pytest.mark.slow(reason="every part on the CPU, four minutes")
 @pytest.mark.timeout(1800)
 def test_rehearsal(tmp_path):

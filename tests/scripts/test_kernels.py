@@ -23,7 +23,7 @@ def backward_kernels(backward) -> Counter:
 
 
 def test_the_walk_takes_the_engines_kernels(tmp_path):
-    name = harness.register("tiny", None, 0.1, tmp_path)
+    name = harness.register("tiny", 0.1, tmp_path)
     model = harness.build(name, 0.25, torch.device("cpu"), torch.float32)
     images, texts = harness.make_batches(name, model, [4], seed=1)[0]
     backward_kernels.model, backward_kernels.pair = model, (images / 255, texts)
@@ -39,7 +39,7 @@ def test_the_walk_takes_the_engines_kernels(tmp_path):
 
 
 def test_a_row_of_a_tiny_model(tmp_path: Path):
-    name = harness.register("tiny", None, 0.1, tmp_path)
+    name = harness.register("tiny", 0.1, tmp_path)
     row = counting.row_of(name, 4)
     forward, both, replayed = (
         int(row[key]) for key in ("kernels forward", "kernels", "kernels replayed")

@@ -25,6 +25,7 @@ from scripts.paper import cluster, probe
 from scripts.paper import recipes as paper_recipes
 from scripts.paper.convert import native_vision_config
 from scripts.paper.recipes import (
+    FIVE_CAPTIONS,
     Hardware,
     batching_of,
     parse_settings,
@@ -322,9 +323,9 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
             if name == "clusters":
                 folders = [str(data / "cc12m"), str(data / "cc12m-clusters")]
                 assert cluster.main([str(base), *folders, "--clusters", "3"]) == 0
-            steps = max(
-                3, len(recipe.sources)
-            )  # debiased sampling takes one from each source at least
+            # One step of each source, and five of those with five captions a picture.
+            shares = [5 if source in FIVE_CAPTIONS else 1 for source in recipe.sources]
+            steps = max(3, sum(shares))
             values = ["effective-batch=4", f"batch-size={2 if recipe.dga else 4}", "epochs=1"]
             values += [f"train-num-samples={4 * steps}"]
             values += [f"{need}={base}" for need in recipe.needs]
