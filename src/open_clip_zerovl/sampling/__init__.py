@@ -11,6 +11,6 @@
 STRATEGIES = ("random", "proportional", "sequential", "debiased")  # how sources make batches
 # When they help (docs/results.md): a flag's help, a trial and README say it in these words.
 WHEN_DEBIASED = (
-    "if sources differ in the style of pictures and captions, and captions may come in another style than pictures; "
-    "not if you search all sources in one pool"
+    "if captions in the style of one source search pictures in that of another; "
+    "not if all sources are searched together"
 )
