@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import TrainingProcess
+from open_clip_zerovl.core.processes import TrainingProcess
 from open_clip_zerovl.report.record import RECORD, read_record
 from scripts.drawn.emoji import EMOJI
 from scripts.drawn.make import prepare_drawn

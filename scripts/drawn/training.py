@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import TrainingProcess, start_training
+from open_clip_zerovl.core.processes import TrainingProcess, start_training
 from scripts.drawn.emoji import EMOJI
 
 MICRO_BATCH, DGA_STEPS = 32, 2  # effective batch 64

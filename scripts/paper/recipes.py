@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import CPU_MICRO_BATCH, gpu_memories, training_command
+from open_clip_zerovl.core.processes import CPU_MICRO_BATCH, gpu_memories, training_command
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments, parse_settings
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 

@@ -30,7 +30,7 @@ from open_clip_zerovl.core.command import command, words_of
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import natural, positive, redeclared
 from open_clip_zerovl.core.flags import seed as a_seed
-from open_clip_zerovl.core.launch import follow_training, take_gpus
+from open_clip_zerovl.core.processes import follow_training, take_gpus
 from open_clip_zerovl.core.releases import load_open_clip
 from open_clip_zerovl.evaluate.settings import (
     CurveFlags,

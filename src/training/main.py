@@ -2,7 +2,7 @@
 
     python -m training.main ARGS                               train in this process
     python .../training/main.py --processes N ... -- ARGS      in N processes, or with `gpus` in one for each visible GPU; words
-                                                               in place of `...` are torchrun's (`core.launch`)
+                                                               in place of `...` are torchrun's (`core.processes`)
 
 The command line is parsed once, before torch is loaded (which takes seconds), so that help and errors are printed at once.
 torchrun starts several processes. Signals to this process are passed on to them; the exit status is that of the rank that
@@ -27,14 +27,15 @@ if __name__ == "__main__" and not __package__:  # started by the path of this fi
 
 from open_clip_zerovl.core.errors import ended, say
 from open_clip_zerovl.core.files import use_scratch_folder
-from open_clip_zerovl.core.launch import (
+from open_clip_zerovl.core.processes import (
     EACH_GPU,
     PROCESSES,
+    SLURM_RANKS,
     missing_ranks,
     name_of_rank,
     ranks_here,
+    supervise,
 )
-from open_clip_zerovl.core.processes import SLURM_RANKS, supervise
 from open_clip_zerovl.core.releases import uncollected
 
 TORCHRUN = "--torchrun"

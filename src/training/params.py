@@ -34,7 +34,7 @@ from open_clip_zerovl.core.flags import (
     flags_of,
     out_of_range,
 )
-from open_clip_zerovl.core.launch import rank_here
+from open_clip_zerovl.core.processes import rank_here
 from open_clip_zerovl.core.releases import line_here, load_open_clip
 from open_clip_zerovl.data.names import check_paths, is_named
 from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, RecipeConfig, values_of

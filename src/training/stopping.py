@@ -29,8 +29,7 @@ import torch
 
 from open_clip_zerovl.core import errors
 from open_clip_zerovl.core.errors import explain, say
-from open_clip_zerovl.core.launch import MEMORY_FULL, name_of_rank
-from open_clip_zerovl.core.processes import StopSignals, end_with_parent
+from open_clip_zerovl.core.processes import MEMORY_FULL, StopSignals, end_with_parent, name_of_rank
 
 CONNECT_SECONDS = 60.0  # time for all ranks to arrive after their first step, in which they have met several times
 

@@ -23,7 +23,7 @@ from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.command import words_of
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import follow_training
+from open_clip_zerovl.core.processes import follow_training
 from open_clip_zerovl.evaluate.search import Hit
 from support import warm
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_bert

@@ -1,4 +1,9 @@
-"""Stop signals to the supervisor of a training: its ranks have the time that they need, and they end with it."""
+"""A training as a command: our program among others named `training`, its processes, its signals, its exit status.
+
+Ranks that are asked to stop have the time that they need, and they end with their supervisor.
+"""
+
+from __future__ import annotations
 
 import os
 import signal
@@ -9,8 +14,339 @@ from pathlib import Path
 
 import pytest
 
-from open_clip_zerovl.core.processes import children_of
-from support import ROOT
+from open_clip_zerovl.core import processes
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.processes import (
+    children_of,
+    error_among,
+    gpu_memories,
+    missing_ranks,
+    ranks_here,
+    start_training,
+    take_gpus,
+    training_command,
+    visible_gpus,
+)
+from support import ROOT, warm
+from support.programs import COMMON
+from support.tars import write_source
+from support.tiny_clip import WORDS, write_bert
+
+ZEROVL = [sys.executable, "-m", "open_clip_zerovl.cli", "train"]
+
+
+def collide(folder: Path) -> Path:
+    """A current folder with modules that have the names of the training program and of its imports."""
+    for name in ("training", "elsewhere/training"):
+        (folder / name).mkdir(parents=True)
+        for module in ("__init__", "__main__", "main", "early", "params"):
+            (folder / name / f"{module}.py").write_text(
+                "raise SystemExit('another program called training')"
+            )
+    (folder / "training.py").write_text("raise SystemExit('a file called training')")
+    for name in ("data", "config", "evaluate"):
+        (folder / f"{name}.py").write_text(f"raise SystemExit('{name} of the current folder')")
+    return folder
+
+
+def test_another_module_called_training_is_never_started(tmp_path):
+    """As far as the model's name, which is checked once everything is imported."""
+    collide(tmp_path)
+    path = os.pathsep.join([str(tmp_path / "elsewhere"), str(ROOT / "src")])
+    done = subprocess.run(
+        [warm.python(), *ZEROVL[1:], "--device", "cpu", "--dataset-type", "synthetic", "--model", "nothing"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and "knows no model 'nothing'" in done.stderr, done.stderr
+    assert list(tmp_path.glob("logs/*")) == []
+
+
+def test_a_foreign_training_program_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_FOLDER", tmp_path)
+    with pytest.raises(UserError, match="is not whole"):
+        training_command([])
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "main.py").write_text("from open_clip import create_model")
+    with pytest.raises(UserError, match="another package called training was installed over it"):
+        training_command([])
+
+
+def test_the_command():
+    program = str(ROOT / "src" / "training" / "main.py")
+    assert training_command(["--lr", "1"]) == [sys.executable, program, "--lr", "1"]
+    assert training_command(["--lr", "1"], 2)[2:] == ["--processes", "2", "--", "--lr", "1"]
+    assert training_command([], None)[2:] == ["--processes", "gpus", "--"]
+    place = ["--nnodes=2", "--node-rank=1"]
+    assert training_command(["--lr", "1"], 1, place)[2:] == [
+        "--processes",
+        "1",
+        *place,
+        "--",
+        "--lr",
+        "1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "rest"),
+    [
+        ([], None, []),
+        (["--", "--lr", "1"], None, ["--lr", "1"]),
+        (["--lr", "1", "--gpus", "4", "--wd", "2"], 4, ["--lr", "1", "--wd", "2"]),
+        (["--gpus=2"], 2, []),
+    ],
+)
+def test_gpus_is_taken_out_of_the_flags(words, gpus, rest):
+    assert take_gpus(words) == (gpus, rest)
+
+
+@pytest.mark.parametrize("words", [["--gpus"], ["--gpus", "some"], ["--gpus=0"], ["--gpus", "-1"]])
+def test_a_bad_number_of_gpus_is_refused(words):
+    with pytest.raises(UserError, match="argument --gpus: "):
+        take_gpus(words)
+
+
+@pytest.fixture
+def four_gpus(tmp_path, monkeypatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nfor i in 1 2 3; do echo $((i * 1024)); done; echo '[N/A]'")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 4),
+        ("", 0),
+        ("0,2", 2),
+        (" 1 ", 1),
+        ("GPU-0,GPU-3", 2),
+        ("-1", 0),
+        ("0,9,1", 1),
+        ("0,-1,1", 1),
+    ],
+)
+def test_visible_gpus(four_gpus, visible, count):
+    assert visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def test_memory_of_the_visible_gpus(four_gpus):
+    assert gpu_memories({}) == [1.0, 2.0, 3.0, 0.0]
+    assert gpu_memories({"CUDA_VISIBLE_DEVICES": "2,0"}) == [3.0, 1.0]
+
+
+def test_without_nvidias_driver_there_is_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus({}) == 0 and visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "environment", "ranks"),
+    [
+        (None, "cuda", {}, 4),
+        (2, "cuda", {}, 2),
+        (None, "cuda", {"CUDA_VISIBLE_DEVICES": "2"}, 1),
+        (None, "cuda", {"CUDA_VISIBLE_DEVICES": ""}, 1),
+        (None, "cuda:1", {}, 1),
+        (None, "cpu", {}, 1),
+        (3, "cpu", {}, 3),
+        (None, "cuda", {"WORLD_SIZE": "8"}, 1),
+        (None, "cuda", {"SLURM_NTASKS": "2"}, 1),
+        (None, "cuda", {"SLURM_NTASKS": "1"}, 4),
+        (5, "cuda", {}, "--gpus 5 does not work, visible GPUs here: 4; leave it out"),
+        (
+            2,
+            "cuda",
+            {"CUDA_VISIBLE_DEVICES": "1"},
+            r"visible GPUs here: 1 \(CUDA_VISIBLE_DEVICES=1\)",
+        ),
+        (2, "cuda", {"CUDA_VISIBLE_DEVICES": ""}, "visible GPUs here: 0 "),
+        (2, "cuda:1", {}, "--gpus 2 does not work, --device cuda:1 is one"),
+        (2, "cuda", {"WORLD_SIZE": "8"}, "--gpus 2 does not work, torchrun"),
+    ],
+)
+def test_how_many_processes(four_gpus, asked, device, environment, ranks):
+    if isinstance(ranks, int):
+        assert ranks_here(asked, device, environment) == ranks
+    else:
+        with pytest.raises(UserError, match=ranks):
+            ranks_here(asked, device, environment)
+
+
+# A rank that notes each signal, and ends after the number of them in its last word. Its parent stands for torchrun.
+RANK = """
+import os, pathlib, signal, sys, time
+seen = []
+signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+pathlib.Path(f"started{os.getpid()}").touch()
+while len(seen) < int(sys.argv[1]):
+    time.sleep(0.02)
+time.sleep(0.5)
+pathlib.Path(f"seen{os.getpid()}").write_text(" ".join(signal.Signals(number).name for number in seen))
+sys.exit(130)
+"""
+PARENT = """
+import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, "rank.py", sys.argv[1]], start_new_session=True) for _ in range(2)]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+SUPERVISOR = """
+import sys
+from open_clip_zerovl.core.processes import supervise
+torchrun = sys.argv[1] == "torchrun"
+sys.exit(supervise([sys.executable, "parent.py" if torchrun else "rank.py", sys.argv[2]], torchrun=torchrun))
+"""
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("torchrun", 2), ("single", 1)])
+@pytest.mark.parametrize("presses", [1, 2])
+def test_each_rank_gets_ctrl_c_once_each_time(tmp_path, kind, ranks, presses):
+    """A terminal signals its whole foreground group; a rank that got it twice would take it for the second Ctrl-C."""
+    for name, text in (("rank", RANK), ("parent", PARENT), ("supervisor", SUPERVISOR)):
+        (tmp_path / f"{name}.py").write_text(text)
+    run = subprocess.Popen(
+        [sys.executable, "supervisor.py", kind, str(presses)], cwd=tmp_path, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    wait_until(lambda: len(list(tmp_path.glob("started*"))) == ranks, run)
+    for _ in range(presses):
+        os.killpg(run.pid, signal.SIGINT)
+        time.sleep(0.4)
+    assert run.wait(timeout=30) == 130
+    assert [path.read_text() for path in tmp_path.glob("seen*")] == [
+        " ".join(["SIGINT"] * presses)
+    ] * ranks
+
+
+def wait_until(condition, run: subprocess.Popen, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow(reason="torchrun and two ranks that import torch, four times")
+@pytest.mark.timeout(400)
+def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
+    """Over gloo in a folder with other programs called training: to the end; by Ctrl-C and SIGTERM.
+
+    A run on unnamed data, which no step checkpoint could resume, ends by SIGTERM too.
+    """
+    collide(tmp_path)
+    write_bert(tmp_path / "bert", words=[*WORDS, "sample", *"0123456789"])
+    data = f"a={write_source(tmp_path / 'a', 0, 40, 10)}"
+    line = [
+        *ZEROVL,
+        "--gpus",
+        "2",
+        *COMMON,
+        "--model",
+        "zerovl-emoji",
+        "--text-model",
+        "bert",
+        "--train-data",
+        data,
+    ]
+    line += ["--batch-size", "2", "--dga-steps", "2", "--workers", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+    def start(name: str, epochs: int) -> subprocess.Popen:
+        with open(tmp_path / f"{name}.err", "a") as err:
+            return subprocess.Popen(
+                [*line, "--epochs", str(epochs), "--name", name, "--resume", "latest"],
+                cwd=tmp_path, env=environment, stderr=err, start_new_session=True,
+            )  # fmt: skip
+
+    def said(name: str) -> str:
+        return (tmp_path / f"{name}.err").read_text()
+
+    whole = start("whole", 1)
+    assert whole.wait(timeout=120) == 0, said("whole")
+    assert (tmp_path / "logs" / "whole" / "checkpoints" / "epoch_1.pt").exists()
+    for name, number, status in (("ctrl-c", signal.SIGINT, 130), ("sigterm", signal.SIGTERM, 85)):
+        run = start(name, 10_000)
+        wait_until(lambda name=name: "Train Epoch: 1 " in said(name), run)
+        os.killpg(run.pid, number)
+        assert run.wait(timeout=60) == status, said(name)
+        assert "is saved. The same command goes on from there" in said(
+            name
+        ) and "Traceback" not in said(name)
+        assert list((tmp_path / "logs" / name / "checkpoints").glob("step_*.pt"))
+    line[line.index(data)] = f"{tmp_path / 'a'}/{{00000..00003}}.tar"
+    run = start("unnamed", 10_000)
+    wait_until(lambda: "Train Epoch: 1 " in said("unnamed"), run)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait(timeout=60) == 128 + signal.SIGUSR1 and "Traceback" not in said("unnamed"), (
+        said("unnamed")
+    )
+    assert not list((tmp_path / "logs" / "unnamed").glob("checkpoints/step_*.pt"))
+
+
+# Stands for the training program: prints something, then ends with a status, or on SIGTERM with that of a stop.
+PROGRAM = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))
+print("training.main: error: too much", "and more", file=sys.stderr, flush=True)
+time.sleep(60 * (sys.argv[1] == "wait"))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A function that starts the stub with a word, and its log."""
+    monkeypatch.setattr(
+        processes,
+        "training_command",
+        lambda words, processes: [sys.executable, "-c", PROGRAM, *words],
+    )
+    return lambda word: start_training([word], log=tmp_path / "log", threads=1)
+
+
+def test_a_training_that_is_started_tells_how_it_ended(program):
+    training = program("0")
+    training.check()
+    assert not training.is_running()
+    with pytest.raises(
+        UserError, match=r"ended with status 3: too much and more \(the whole output: .*log\)"
+    ):
+        program("3").check()
+
+
+def test_a_training_that_is_started_is_stopped_with_a_checkpoint(program):
+    training = program("wait")
+    wait_until(lambda: training.log.read_text(), training.process)
+    assert training.is_running()
+    training.stop()
+    assert training.process.returncode == 85
+    with pytest.raises(UserError, match="was stopped; make the same call again"):
+        training.check()
+
+
+def test_the_last_error_among_lines():
+    assert error_among([]) == "it printed nothing"
+    assert error_among(["a", "ValueError: b", "c", ""]) == "ValueError: b"
+    assert error_among(["a", "c"]) == "c"
+
+
+@pytest.mark.parametrize(
+    ("environment", "waits"),
+    [
+        ({}, False),
+        ({"SLURM_NTASKS": "1"}, False),
+        ({"SLURM_NTASKS": "2"}, True),  # a batch script
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "4294967290"}, True),  # the shell of salloc
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, False),  # srun
+        ({"SLURM_NTASKS": "2", "WORLD_SIZE": "2"}, False),  # torchrun
+    ],
+)
+def test_a_process_without_its_ranks_says_that_it_waits(environment, waits):
+    sentence = missing_ranks(environment)
+    assert (sentence is not None) == waits
+    assert not waits or sentence.startswith("waiting for 1 of 2 ranks (SLURM_NTASKS=2)")
+
 
 SUPERVISE = """
 import sys

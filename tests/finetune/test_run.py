@@ -23,7 +23,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked, write_atomically
-from open_clip_zerovl.core.launch import MemoryFull, TrainingProcess
+from open_clip_zerovl.core.processes import MemoryFull, TrainingProcess
 from open_clip_zerovl.data.mixture import schedule_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import DataArguments, open_sources

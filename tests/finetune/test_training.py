@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch):
         def command(arguments, processes):
             return [sys.executable, "-c", PROGRAM, str(scores), str(status), words, *arguments]
 
-        monkeypatch.setattr("open_clip_zerovl.core.launch.training_command", command)
+        monkeypatch.setattr("open_clip_zerovl.core.processes.training_command", command)
         return Training(tmp_path, (), 1, epochs or len(scores), patience, ("a", "b"), measure)
 
     return make

@@ -17,7 +17,7 @@ from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.claim import difference as claim_difference
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
-from open_clip_zerovl.core.launch import TrainingStopped
+from open_clip_zerovl.core.processes import TrainingStopped
 from open_clip_zerovl.data.held_out import write_trained_on
 from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.finetune.data import find_data, open_sources, sets_of

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from open_clip_zerovl import __version__
 from open_clip_zerovl.core.command import Parser, add_parameters, make_parser, run
 from open_clip_zerovl.core.errors import DEBUG, DEBUG_HELP, UserError, ended, nearest
-from open_clip_zerovl.core.launch import take_gpus, training_command
+from open_clip_zerovl.core.processes import take_gpus, training_command
 from open_clip_zerovl.core.releases import load_open_clip
 
 # Group -> command -> its line in the list.

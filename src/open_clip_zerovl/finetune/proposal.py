@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import CPU_MICRO_BATCH
+from open_clip_zerovl.core.processes import CPU_MICRO_BATCH
 from open_clip_zerovl.recipe.arguments import Settings
 
 GPU_MICRO_BATCH = 256  # at first; halved for want of memory

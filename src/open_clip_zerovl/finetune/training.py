@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.launch import start_training
+from open_clip_zerovl.core.processes import start_training
 
 RUN = "run"
 LOG = "training.log"

@@ -43,7 +43,7 @@ from open_clip_zerovl.core.claim import CONTENT, claim, difference
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.flags import flags_of
-from open_clip_zerovl.core.launch import (
+from open_clip_zerovl.core.processes import (
     TrainingStopped,
     ranks_here,
     start_training,
