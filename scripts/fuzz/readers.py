@@ -152,7 +152,7 @@ def resuming(folder: Path) -> None:
     checkpointing.newest_whole(str(path.parent))
     if checkpointing.is_archive(path) and (damage := checkpointing.damage_of(path)) is not None:
         raise UserError(f"the file {damage}")
-    content = resume.load_checkpoint(argparse.Namespace(), str(path), "cpu")
+    content = resume.load_checkpoint(str(path), "cpu")
     with reading(path):
         inputs.model().load_state_dict(content.get("state_dict", content))
         if "optimizer" in content:

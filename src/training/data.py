@@ -197,29 +197,17 @@ class TrainData:
 
 
 @dataclass(frozen=True)
-class RetrievalData:
-    """Retrieval sets by name, and how they are scored.
+class EvaluationSets:
+    """Retrieval or labelled sets by name, and how they are read.
 
     Attributes:
         transform: of pictures.
-        captions_per_image: how many captions of an image count, the first ones; None for all.
+        captions_per_image: how many captions of an image of a retrieval set count, the first ones; None for all.
     """
 
-    sets: dict[str, IndexedSet]
+    sets: Mapping[str, Any]
     transform: Callable[..., Any]
-    captions_per_image: int | None
-
-
-@dataclass(frozen=True)
-class ZeroShotData:
-    """`data["zero-shot"]`.
-
-    Attributes:
-        transform: of pictures.
-    """
-
-    sets: dict[str, LabelledSet]
-    transform: Callable[..., Any]
+    captions_per_image: int | None = None
 
 
 @dataclass(frozen=True)
@@ -353,7 +341,7 @@ def get_data(
     if inputs.retrieval:
         data["retrieval"] = _retrieval_data(config, inputs, args, transform_eval, paper_transform)
     if inputs.labelled:
-        data["zero-shot"] = ZeroShotData(inputs.labelled, transform_eval)
+        data["zero-shot"] = EvaluationSets(inputs.labelled, transform_eval)
     for kind in ("retrieval", "zero-shot"):
         if kind in data:
             data.setdefault(PLACEHOLDER_KEY, data[kind])
@@ -362,7 +350,7 @@ def get_data(
 
 def _retrieval_data(
     config: AllFlags, inputs: TrainingInputs, args: argparse.Namespace, transform, paper_transform
-) -> RetrievalData:
+) -> EvaluationSets:
     """Open the sets with the transform and captions of the flags.
 
     The log names both.
@@ -385,7 +373,7 @@ def _retrieval_data(
             "all captions" if captions is None else f"the first {captions} captions of each image"
         )
         logging.info(f"Retrieval: {sets}; {captions_shown}; transform: {shown}.")
-    return RetrievalData(inputs.retrieval, transform, captions)
+    return EvaluationSets(inputs.retrieval, transform, captions)
 
 
 def _check_warmup(config: AllFlags, args: argparse.Namespace, steps: int) -> None:

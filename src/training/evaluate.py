@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +23,8 @@ from open_clip_zerovl.evaluate.zero_shot import score_labelled
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.report.record import write_examples
-from training.data import RetrievalData, ZeroShotData
-from training.run_log import RunLog
-from training.step_log import reporter_of
+from training.data import EvaluationSets
+from training.log import RunLog, report
 
 
 def evaluate(
@@ -53,35 +51,35 @@ def evaluate(
         model: without DistributedDataParallel.
     """
     stock_data = {
-        key: value
-        for key, value in data.items()
-        if not isinstance(value, RetrievalData | ZeroShotData)
+        key: value for key, value in data.items() if not isinstance(value, EvaluationSets)
     }
     metrics = stock(stock_data)
     due = epoch % config.retrieval_frequency == 0 or epoch == args.epochs
     if not {"retrieval", "zero-shot"} & data.keys() or not due or not is_master(args):
         return metrics
-    how: dict[str, Any] = {}
-    ours: dict[str, Any] = {"epoch": epoch}
+    device = torch.device(args.device)
     towers = {
-        "device": torch.device(args.device),
-        "autocast": get_autocast(args.precision, device_type=torch.device(args.device).type),
+        "device": device,
+        "autocast": get_autocast(args.precision, device_type=device.type),
         "input_dtype": get_input_dtype(args.precision),
     }
+    ours: dict[str, Any] = {"epoch": epoch}
     if "retrieval" in data:
-        how = {
-            "retrieval_transform": config.retrieval_transform,
-            "retrieval_captions": config.retrieval_captions,
-        }
         ours |= _retrieval(data["retrieval"], args, log, model, tokenizer, epoch, towers)
     if "zero-shot" in data:
         ours |= _zero_shot(data["zero-shot"], args, log, model, tokenizer, epoch, towers)
-    _log(ours, how, epoch, args, data, tb_writer)
+    if args.save_logs:
+        with open(Path(args.checkpoint_path, "results.jsonl"), "a", encoding="utf-8") as file:
+            file.write(json.dumps(ours) + "\n")
+    steps = data["train"].dataloader.num_batches // args.accum_freq if "train" in data else None
+    reported = {f"val/{name}": value for name, value in ours.items()}
+    step = None if steps is None else steps * epoch
+    report(args, tb_writer, reported, epoch, step, {"epoch": epoch})
     return {**metrics, **ours}
 
 
 def _retrieval(
-    data: RetrievalData,
+    data: EvaluationSets,
     args: argparse.Namespace,
     log: RunLog,
     model: Any,
@@ -90,45 +88,39 @@ def _retrieval(
     towers: dict[str, Any],
 ) -> dict[str, float]:
     """Compute metrics of each retrieval set, recorded with examples."""
-    by_set: dict[str, dict[str, float]] = {}
-    bounds: dict[str, dict[str, float]] = {}
+    scores: dict[str, float] = {}
+    recorded: dict[str, dict[str, float]] = {}
     examples: list[RetrievalExample] = []
-    captions_per_image = data.captions_per_image
     for name, dataset in data.sets.items():
         logging.info(f"Evaluating on the {len(dataset):,} pictures of {name}")
         batches = retrieval_batches(
             dataset,
             data.transform,
-            captions_per_image=captions_per_image,
+            captions_per_image=data.captions_per_image,
             batch_size=args.batch_size,
             num_workers=args.workers,
         )
         features = encode_retrieval(model, batches, tokenizer, **towers)
         ranks = retrieval_ranks(*features)
-        by_set[name] = recalls(ranks)
-        captions = dataset.captions(captions_per_image)
-        bounds[name] = recall_bounds(
-            [text for image_captions in captions for text in image_captions], features[2]
-        )
-        logging.info(
-            f"Eval Epoch: {epoch} {name} "
-            + "\t".join(f"{key}: {value:.4f}" for key, value in by_set[name].items())
-        )
+        metrics = recalls(ranks)
+        captions = dataset.captions(data.captions_per_image)
+        texts = [text for image_captions in captions for text in image_captions]
+        recorded[name] = {**metrics, **recall_bounds(texts, features[2])}
+        scores |= {f"{name}_{key}": value for key, value in metrics.items()}
+        words = "\t".join(f"{key}: {value:.4f}" for key, value in metrics.items())
+        logging.info(f"Eval Epoch: {epoch} {name} {words}")
         if args.save_logs:
             examples += GallerySet(
-                name, captions, dataset.image, *features, ranks, by_set[name]
+                name, captions, dataset.image, *features, ranks, metrics
             ).examples()
-    recorded = {name: {**metrics, **bounds[name]} for name, metrics in by_set.items()}
     log.add("retrieval", epoch, metrics=recorded)
     if args.save_logs:
-        write_examples(os.path.join(args.logs, args.name), epoch, examples)
-    return {
-        f"{name}_{key}": value for name, metrics in by_set.items() for key, value in metrics.items()
-    }
+        write_examples(Path(args.logs, args.name), epoch, examples)
+    return scores
 
 
 def _zero_shot(
-    data: ZeroShotData,
+    data: EvaluationSets,
     args: argparse.Namespace,
     log: RunLog,
     model: Any,
@@ -141,11 +133,12 @@ def _zero_shot(
         "training", (model, data.transform, tokenizer, towers["device"]), context=towers["autocast"],
         input_dtype=towers["input_dtype"], fingerprints={"image": f"epoch {epoch}"},
     )  # fmt: skip
-    by_set: dict[str, dict[str, Any]] = {}
+    scores: dict[str, float] = {}
+    recorded: dict[str, dict[str, float]] = {}
     with evaluating(model), tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as folder:
         for name, dataset in data.sets.items():
             logging.info(f"Zero-shot classification of {len(dataset.images):,} pictures of {name}")
-            by_set[name] = score_labelled(
+            accuracies = score_labelled(
                 frozen,
                 dataset,
                 Path(folder),
@@ -154,47 +147,12 @@ def _zero_shot(
                 name=name,
                 progress=False,
             )
-            accuracies = by_set[name]
             logging.info(
                 f"Eval Epoch: {epoch} {name} zero-shot top-1: {in_percent(accuracies)} % of {accuracies['images']:,} pictures, "
                 f"chance {100 * accuracies['chance']:.1f} %, the commonest class {100 * accuracies['commonest']:.1f} %"
             )
-    recorded = {
-        name: {"top1": accuracies["top1"], "top1_chance": accuracies["chance"]}
-        for name, accuracies in by_set.items()
-    }
+            recorded[name] = {"top1": accuracies["top1"], "top1_chance": accuracies["chance"]}
+            shown = ("top1", "top5", "mean_per_class")
+            scores |= {f"{name}_{key}": accuracies[key] for key in shown if key in accuracies}
     log.add("zero-shot", epoch, metrics=recorded)
-    keys = ("top1", "top5", "mean_per_class")
-    return {
-        f"{name}_{key}": accuracies[key]
-        for name, accuracies in by_set.items()
-        for key in keys
-        if key in accuracies
-    }
-
-
-def _log(
-    metrics: dict[str, Any],
-    how: dict[str, Any],
-    epoch: int,
-    args: argparse.Namespace,
-    data: dict,
-    tb_writer,
-) -> None:
-    """Write metrics to the places of open_clip's own: results.jsonl (with `how` they were taken), tensorboard, wandb."""
-    log_data = {"val/" + name: value for name, value in metrics.items()}
-    if args.save_logs:
-        if tb_writer is not None:
-            for name, value in log_data.items():
-                tb_writer.add_scalar(name, value, epoch)
-        with open(
-            os.path.join(args.checkpoint_path, "results.jsonl"), "a", encoding="utf-8"
-        ) as file:
-            file.write(json.dumps({**metrics, **how}) + "\n")
-    if (reporter := reporter_of(args)) is not None:
-        step = (
-            data["train"].dataloader.num_batches // args.accum_freq * epoch
-            if "train" in data
-            else None
-        )
-        reporter.log({**log_data, "epoch": epoch}, step=step)
+    return scores

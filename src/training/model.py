@@ -149,7 +149,7 @@ def create_adamw(
         scale_rates(optimizer)
         for part, scale, decay, tensors, numbers in described_groups(optimizer):
             logging.info(
-                f"Group {part}: lr {scale * lr:.3g}, weight decay {decay:g}, {tensors} tensors, {numbers:,} numbers"
+                f"Group {part}: {scale} x --lr, weight decay {decay}, {tensors} tensors, {numbers} numbers"
             )
     return optimizer
 

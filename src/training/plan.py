@@ -23,7 +23,7 @@ from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.sampling.schedule import Batching
 from training.checkpointing import checkpoint_bytes
-from training.run_log import memory_bytes
+from training.log import memory_bytes
 from training.stopping import Stopped
 
 STEPS = 2

@@ -5,25 +5,17 @@ Both happen before open_clip's main loads the optimizer's state.
 
 from __future__ import annotations
 
-import argparse
 import logging
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import zip_longest
 from operator import index
 from typing import Any
 
 import fsspec
 import torch
 
-from open_clip_zerovl.checkpoints.spec import (
-    MODEL_ENTRY,
-    NOT_OF_FUNCTION,
-    first_difference,
-    tower_config,
-)
+from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, tower_difference
 from open_clip_zerovl.checkpoints.weights import require_finite_weights
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
@@ -93,7 +85,11 @@ class Position:
         Raises:
             UserError: the position is in the middle of an epoch whose samples `now` would show in another order.
         """
-        changed = self._changed_order(now)
+        changed = [
+            (flag, _value(self.order.get(flag)), _value(value))
+            for flag, value in sorted(now.order.items())
+            if self.order and self.order.get(flag) != value
+        ]
         if self.step == 0:
             self._warn_of_changes(now, changed)
             return 0
@@ -120,19 +116,6 @@ class Position:
                 "the first bracket."
             )
         return step
-
-    def _changed_order(self, now: Position) -> list[tuple[str, str, str]]:
-        """List the changed flags among those that decide the order of samples, with both values in words."""
-        pairs = [
-            (flag, self.order.get(flag), value)
-            for flag, value in sorted(now.order.items())
-            if self.order
-        ]
-        return [
-            (flag, _value(before), _value(value))
-            for flag, before, value in pairs
-            if before != value
-        ]
 
     def _warn_of_changes(self, now: Position, order: list[tuple[str, str, str]]) -> None:
         """Warn of settings that differ in `now`, which a new epoch allows."""
@@ -204,65 +187,8 @@ def read_position(checkpoint: dict) -> Position | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The settings of the command line
+# The checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
-
-SETTINGS_ENTRY = "zerovl_settings"
-# Names, places and machines, which change nothing that is learned; and what the position or the optimizer tells or refuses.
-_NOT_COMPARED = frozenset((
-    "name", "logs", "log_local", "log_every_n_steps", "resume", "report_to", "wandb_notes", "wandb_project_name",
-    "debug", "verbose", "copy_codebase", "save_frequency", "save_every_steps", "save_most_recent",
-    "keep_checkpoints", "delete_previous_checkpoint", "remote_sync", "remote_sync_frequency",
-    "remote_sync_protocol", "val_data", "val_frequency", "val_num_samples", "imagenet_val", "imagenet_v2",
-    "zeroshot_frequency", "zero_shot_data", "retrieval_data", "retrieval_captions", "retrieval_frequency",
-    "retrieval_transform", "device", "dist_url", "dist_backend", "no_set_device_rank", "horovod", "cache_dir",
-    "shard_cache", "shard_cache_gib", "batch_size", "dga_steps", "workers", "seed", "sampling",
-    "source_order", "train_data", "train_data_upsampling_factors", "captions", "train_num_samples",
-    "dataset_resampled", "wd", "beta1", "beta2", "eps",
-))  # fmt: skip
-_OF_SCHEDULE = frozenset((
-    "lr", "epochs", "warmup", "warmup_share", "lr_min", "lr_scheduler", "epochs_cooldown", "lr_cooldown_end",
-    "lr_cooldown_power", "skip_scheduler",
-))  # fmt: skip
-_OF_START = frozenset((
-    "pretrained", "pretrained_image", "init_from", "init_image", "init_text",
-))  # fmt: skip
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, str]:
-    """Collect the settings of a command line that a resumed run compares: name -> value in words."""
-    return {
-        name: str(value) for name, value in sorted(vars(args).items()) if name not in _NOT_COMPARED
-    }
-
-
-def changed_settings(checkpoint: Mapping[str, Any], now: Mapping[str, str]) -> str | None:
-    """Describe which settings are others than those of a checkpoint's command line, and what happens.
-
-    Args:
-        now: `settings_of` this run.
-
-    Returns:
-        None if none is.
-    """
-    before = dict(checkpoint.get(SETTINGS_ENTRY) or {})
-    changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
-    if not changed:
-        return None
-    words = [
-        f"--{name.replace('_', '-')} {now[name]} after {before[name]}"
-        for name in changed
-        if name not in _OF_START
-    ]
-    sentences = [f"{', '.join(words)}, from here on"] if words else []
-    if _OF_SCHEDULE & set(changed):
-        sentences.append("the learning rate follows the schedule of this command line")
-    sentences += [
-        f"--{name.replace('_', '-')} has no effect, since the weights are the checkpoint's"
-        for name in changed
-        if name in _OF_START
-    ]
-    return f"Resuming with other settings than before: {'; '.join(sentences)}."
 
 
 def keep_settings(optimizer: torch.optim.Optimizer, *, taken: bool) -> torch.optim.Optimizer:
@@ -274,17 +200,18 @@ def keep_settings(optimizer: torch.optim.Optimizer, *, taken: bool) -> torch.opt
     Returns:
         The optimizer.
     """
+    compared = ("weight_decay", "betas", "eps", "rate_scale")
     here: list[dict[str, Any]] = [
-        {name: group[name] for name in ("lr", "weight_decay", "betas", "eps") if name in group}
+        {name: group[name] for name in ("lr", "part", *compared) if name in group}
         for group in optimizer.param_groups
     ]
 
     def restore(optimizer: torch.optim.Optimizer) -> None:
         changed: dict[str, str] = {}
         for group, settings in zip(optimizer.param_groups, here, strict=True):
-            for name in settings.keys() & {"weight_decay", "betas", "eps"}:
-                if group[name] != settings[name]:
-                    now, before = settings[name], group[name]
+            for name in settings.keys() & {*compared}:
+                now, before = settings[name], group.get(name)
+                if now != before:
                     changed[name] = (
                         f"{name} {now} after {before}"
                         if taken
@@ -300,12 +227,7 @@ def keep_settings(optimizer: torch.optim.Optimizer, *, taken: bool) -> torch.opt
     return optimizer
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The checkpoint
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def load_checkpoint(args: argparse.Namespace, file_path: str, map_location: Any = None) -> dict:
+def load_checkpoint(file_path: str, map_location: Any = None) -> dict:
     """Load a training or bare checkpoint for `--resume`.
 
     Torch compares its tensors with the model's when main loads them.
@@ -367,13 +289,6 @@ def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Opt
     }
 
 
-def _trains(args: argparse.Namespace) -> bool:
-    return (
-        bool(getattr(args, "train_data", None))
-        or getattr(args, "dataset_type", None) == "synthetic"
-    )
-
-
 def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None, path: str) -> None:
     """Refuse a checkpoint's config that computes another function than this run's with tensors of the same shapes.
 
@@ -384,16 +299,12 @@ def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None,
     if model_cfg is None or not isinstance(saved, dict):
         return
     for tower in ("image", "text"):
-        difference = first_difference(
-            tower_config(saved, tower), tower_config(model_cfg, tower), NOT_OF_FUNCTION
-        )
-        if difference is None:
-            continue
-        key, there, here = difference
-        raise UserError(
-            f"--resume {path} was trained with {key} {there}, and this run's model has {here}, which changes no "
-            "shape, but what the weights compute; give the model as it was, or start a new run with --init-from"
-        )
+        if (difference := tower_difference(saved, model_cfg, tower)) is not None:
+            key, there, here = difference
+            raise UserError(
+                f"--resume {path} was trained with {key} {there}, and this run's model has {here}, which changes no "
+                "shape, but what the weights compute; give the model as it was, or start a new run with --init-from"
+            )
 
 
 def require_finite(checkpoint: dict, model: torch.nn.Module, path: str) -> None:
@@ -411,38 +322,3 @@ def require_finite(checkpoint: dict, model: torch.nn.Module, path: str) -> None:
         if isinstance(value, torch.Tensor)
     }
     require_finite_weights(moments, moments, path)
-
-
-def require_same_rates(
-    checkpoint: dict, optimizer: torch.optim.Optimizer | None, args: argparse.Namespace, path: str
-) -> None:
-    """Refuse a checkpoint's optimizer with other rates of its groups than this run's, if this run trains.
-
-    An optimizer that loads a state takes its rates without a word.
-
-    Args:
-        optimizer: this run's; None if it has open_clip's groups.
-    """
-    state = checkpoint.get("optimizer")
-    if not isinstance(state, dict) or not _trains(args):
-        return
-    groups_here = [] if optimizer is None else optimizer.state_dict()["param_groups"]
-    saved, here = (
-        [(group.get("part"), group["rate_scale"]) for group in groups if "rate_scale" in group]
-        for groups in (state["param_groups"], groups_here)
-    )
-    for before, now in zip_longest(saved, here):
-        if (
-            before is None
-            or now is None
-            or before[0] != now[0]
-            or not math.isclose(before[1], now[1])
-        ):
-            words = [
-                "no such group" if each is None else f"{each[0]} at {each[1]:.3g} x --lr"
-                for each in (before, now)
-            ]
-            raise UserError(
-                f"--resume {path} has {words[0]} where this run has {words[1]}: --lr-image, --lr-text, --lr-head or "
-                "--layer-decay have changed; give them as before, or start a new run with --init-from"
-            )

@@ -39,9 +39,9 @@ from open_clip_zerovl.recipe.gpu import compile_blocks
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from training import checkpointing, data, model, resume, stopping
 from training.hooks import check_host, replaced
+from training.log import RunLog, close_logs_in, early_handler, shorten
 from training.params import require_new_name
 from training.plan import Planned
-from training.run_log import EarlyHandler, RunLog, close_logs_in, shorten
 from training.train import Trainer, create_loss, require_finite
 
 # copied by --copy-codebase
@@ -56,7 +56,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
     # Loader workers are forked after the tokenizer was used. Its threads are not forked, and a worker would wait for them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, rank, _ = world_info_from_env()
-    early, run = EarlyHandler(), None
+    early, run = early_handler(), None
     try:
         line = check_host()
         if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
@@ -74,7 +74,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
         assert run is not None
         return run.stopped(stopped, rank)
     finally:
-        early.close()
+        logging.root.removeHandler(early)
         if run is not None and run.lock is not None:
             os.close(run.lock)
     return 0
@@ -115,11 +115,7 @@ class TrainingRun:
         self.teacher: torch.nn.Module | None = None  # of --distill-model
         self.trainer: Trainer | None = None
         self.trained = False
-        self.settings = resume.settings_of(args)  # before main adds to them
-        # of each checkpoint
-        self.entries: dict[str, Any] = (
-            {resume.SETTINGS_ENTRY: self.settings} if config.active else {}
-        )
+        self.entries: dict[str, Any] = {}  # of each checkpoint
 
     @property
     def folder(self) -> Path:
@@ -397,13 +393,21 @@ class TrainingRun:
         """Load the checkpoint with bare names, checked against the model."""
         if self.args.rank == 0:
             logging.info(f"Reading {file_path}")
-        file_path = self._undamaged(file_path)
-        checkpoint = resume.load_checkpoint(self.args, file_path, map_location)
+        # `newest_whole` has read a file that it chose
+        chosen = self.resumes_latest and not self.args.save_most_recent
+        path = Path(file_path)
+        damage = (
+            None if chosen or not checkpointing.is_archive(path) else checkpointing.damage_of(path)
+        )
+        if damage is not None:
+            raise UserError(
+                f"--resume {file_path} cannot be read as a checkpoint: the file {damage}; give a whole one"
+            )
+        checkpoint = resume.load_checkpoint(file_path, map_location)
         assert self.model is not None  # main loads weights into it
         with reading(file_path, "resume from another checkpoint"):
             resume.require_finite(checkpoint, self.model, file_path)
             resume.require_same_function(checkpoint, self.entries.get(MODEL_ENTRY), file_path)
-            resume.require_same_rates(checkpoint, self.optimizer, self.args, file_path)
             position = resume.read_position(checkpoint)
         if (
             position is not None
@@ -415,44 +419,12 @@ class TrainingRun:
                 "sampling flags it was trained with"
             )
         self.resumed = position
-        if self.args.train_data and self.args.rank == 0:
-            words = resume.changed_settings(checkpoint, self.settings)
-            if words is not None and self.config.active:
-                logging.warning(words)
-            if self.optimizer is None:
-                logging.warning(
-                    f"--opt {self.args.opt} takes the settings of the checkpoint's optimizer: --wd, --beta1, --beta2, --eps "
-                    "and --momentum have no effect."
-                )
         done = checkpoint.get("epoch", 0)
         if self.args.train_data and self.args.rank == 0 and done >= self.args.epochs:
             logging.warning(
                 f"Nothing is left to train: {file_path} has all {self.args.epochs} epochs; a larger --epochs goes on."
             )
         return checkpoint
-
-    def _undamaged(self, file_path: str) -> str:
-        """Choose the checkpoint to resume from.
-
-        If epoch_latest.pt is damaged, the newest whole one beside it.
-
-        Raises:
-            UserError: it is damaged, and the folder has no other checkpoint.
-        """
-        path = Path(file_path)
-        # `newest_whole` has read it already
-        searched = self.resumes_latest and not self.args.save_most_recent
-        unread = not searched and checkpointing.is_archive(path)
-        damage = checkpointing.damage_of(path) if unread else None
-        if damage is None:
-            return file_path
-        other = checkpointing.newest_whole(str(path.parent)) if self.resumes_latest else None
-        if other is None:
-            raise UserError(
-                f"--resume {file_path} cannot be read as a checkpoint: the file {damage}; give a whole one"
-            )
-        logging.warning(f"The file {file_path} {damage}; going on from {other}.")
-        return other
 
     def create_loss(self, args: argparse.Namespace, *_: Any, **__: Any) -> torch.nn.Module:
         """Make the loss of our step, where `own_step`.
@@ -479,8 +451,8 @@ class TrainingRun:
             if self.own_step:
                 if self.trainer is None:
                     self.trainer = Trainer(
-                        self.config, self.preemption, self.resumed, mixup=self.mixup, teacher=self.teacher,
-                        log=self.log, entries=self.entries,
+                        self.config, self.preemption, self.log, self.resumed, mixup=self.mixup, teacher=self.teacher,
+                        entries=self.entries,
                     )  # fmt: skip
                 self.trainer(
                     model, data, loss, epoch, optimizer, scaler, scheduler, self.args, tb_writer

@@ -38,10 +38,9 @@ from open_clip_zerovl.recipe.optimizer import described_groups
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from training.checkpointing import StepCheckpoints
 from training.data import batching_of
+from training.log import RunLog, StepLog
 from training.plan import Planned, StepTimer, plan_lines
 from training.resume import Position, described
-from training.run_log import RunFacts, RunLog
-from training.step_log import StepLog
 from training.stopping import Preemption, Stopped
 
 
@@ -100,10 +99,10 @@ class Trainer:
 
     Args:
         preemption: asked after every step whether the run is to stop.
+        log: the run's record.
         resumed: the position of the checkpoint from which this run was resumed, if it has one.
         mixup: draws a mix per step, if mixup is on.
         teacher: the model of `--distill-model`, or None.
-        log: the run's console lines and record.
         entries: added to each step checkpoint.
 
     Attributes:
@@ -114,11 +113,11 @@ class Trainer:
         self,
         config: AllFlags,
         preemption: Preemption,
+        log: RunLog,
         resumed: Position | None = None,
         *,
         mixup: CoinFlipMixup | None = None,
         teacher: torch.nn.Module | None = None,
-        log: RunLog | None = None,
         entries: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
@@ -176,6 +175,7 @@ class Trainer:
             args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints
         )
         log = StepLog(
+            self.log,
             args,
             epoch,
             steps,
@@ -188,23 +188,18 @@ class Trainer:
             and not captions(model)
             and not self.config.changes("positives", "coin_flip_mixup"),
             recovers=scaler is not None,
-            run_log=self.log,
         )
-        if first_of_process and self.log is not None:
-            softmax = not (args.siglip or args.distill_model or self.config.captions_images)
-            batch = here.batching.effective_batch
-            resumed = args.resume if self.resumed is not None or epoch else None
+        if first_of_process:
+            softmax = not (args.siglip or self.config.distill_model or self.config.captions_images)
             self.log.begin(
-                RunFacts(
-                    here.batching,
-                    sources,
-                    steps,
-                    epoch,
-                    start,
-                    math.log(batch) if softmax else None,
-                    resumed,
-                    described_groups(optimizer),
-                )
+                here.batching,
+                steps,
+                epoch,
+                start,
+                sources=sources,
+                loss_at_chance=math.log(here.batching.effective_batch) if softmax else None,
+                resumed=args.resume if self.resumed is not None or epoch else None,
+                groups=described_groups(optimizer),
             )
         timer = StepTimer(torch.device(args.device), steps - start) if self.config.plan else None
         for index, micro_batches in enumerate(
@@ -245,7 +240,7 @@ class Trainer:
     def _lost(self, loader, at: float) -> None:
         """Record the samples delivered and replaced, of all ranks at an epoch's end, else of this rank."""
         stats = getattr(loader, "stats", None)
-        if stats is not None and self.log is not None:
+        if stats is not None:
             counted = stats.whole or stats.epoch
             self.log.add("lost", at, delivered=counted.delivered, lost=counted.lost)
 

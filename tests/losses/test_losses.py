@@ -363,16 +363,13 @@ def test_two_ids_are_joined_without_two_pairs_getting_one():
         assert relative(one, reference) <= 1e-12
 
 
-def test_report_of_sources_and_duplicates():
+def test_report_of_sources():
     images, texts = features(5)
-    ids = {"source": torch.tensor([0, 1, 0, 1, 1]), "caption": torch.tensor([7, 8, 9, 8, 7])}
-    loss = ContrastiveLoss(positives="caption")
-    loss(images, texts, torch.tensor(5.0), ids=ids)
+    loss = ContrastiveLoss()
+    loss(images, texts, torch.tensor(5.0), ids={"source": torch.tensor([0, 1, 0, 1, 1])})
     assert loss.report.sources.tolist() == [0, 1, 0, 1, 1]
-    assert loss.report.duplicates.tolist() == [True, True, False, True, True]
-    plain = ContrastiveLoss()
-    plain(images, texts, torch.tensor(5.0))
-    assert plain.report.sources is None and plain.report.duplicates is None
+    loss(images, texts, torch.tensor(5.0))
+    assert loss.report.sources is None
 
 
 @pytest.mark.slow  # the chunks' bookkeeping at 65,536 rows takes minutes; nothing is computed

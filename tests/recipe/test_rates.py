@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 import open_clip
 import pytest
 import torch
@@ -15,7 +13,7 @@ from open_clip_zerovl.recipe.towers import checkpoint_without_reentry, layers_of
 from support.dga_reference import CONTEXT, VOCABULARY, bert_clip
 from support.tiny_clip import CLIP_TEXT, TIMM_VISION
 from training.model import cosine_lr, create_adamw
-from training.resume import require_same_rates
+from training.resume import keep_settings
 
 
 def timm_clip():
@@ -143,35 +141,20 @@ def test_a_part_trains_as_a_whole_model_with_its_rate():
         assert not image or not torch.allclose(change, whole[name])
 
 
-TRAINS = argparse.Namespace(train_data="a=a.tar", dataset_type="auto")
-
-
-def test_a_resume_with_other_rates_is_refused():
-    """torch would silently load the rates of the checkpoint."""
-    saved = {"optimizer": adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5).state_dict()}
-    require_same_rates(saved, adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5), TRAINS, "a.pt")
-    require_same_rates(
-        saved, adamw(bert_clip(), lr=2e-2, lr_image=2e-3, layer_decay=0.5), TRAINS, "a.pt"
-    )
-    plain = {"optimizer": adamw(bert_clip(), no_embedding_decay=True).state_dict()}
-    require_same_rates(plain, None, TRAINS, "a.pt")
-    for checkpoint, other, words in (
-        (
-            saved,
-            {"lr_image": 2e-3, "layer_decay": 0.5},
-            "has image tower, layer 0 of 3 at 0.0125 x --lr where .* 0.025 x",
-        ),
-        (saved, {"lr_image": 1e-3}, "where this run has image tower at 0.1 x --lr"),
-        (saved, None, "where this run has no such group: --lr-image, --lr-text"),
-        (plain, {"lr_head": 1e-3}, "has no such group where this run has image tower at 1 x"),
-    ):
-        with pytest.raises(UserError, match=words):
-            require_same_rates(checkpoint, other and adamw(bert_clip(), **other), TRAINS, "a.pt")
-    evaluates = argparse.Namespace(train_data=None, dataset_type="auto")
-    require_same_rates(saved, None, evaluates, "a.pt")  # it has no optimizer
-    loaded = adamw(bert_clip(), lr_image=2e-3, layer_decay=0.5)
-    loaded.load_state_dict(saved["optimizer"])
-    assert described_groups(loaded)[0][1] == 0.0125  # a negative control
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_resume_takes_the_rates_of_its_command_line(taken, caplog):
+    """torch silently loads those of the checkpoint (the second case); a rate of another part is other groups to it."""
+    saved = adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5).state_dict()
+    resumed = adamw(bert_clip(), lr_image=2e-3, layer_decay=0.5)
+    wanted = described_groups(resumed)
+    if taken:
+        keep_settings(resumed, taken=True)
+    resumed.load_state_dict(saved)
+    assert (described_groups(resumed) == wanted) is taken
+    assert ("takes rate_scale" in caplog.text) is taken
+    for others in ({"lr_head": 1e-3}, {"no_embedding_decay": True}):
+        with pytest.raises(ValueError, match="loaded state dict has a different number"):
+            keep_settings(adamw(bert_clip(), **others), taken=True).load_state_dict(saved)
 
 
 def test_checkpointed_layers_above_constant_embeddings_train():

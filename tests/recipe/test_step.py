@@ -11,11 +11,12 @@ from open_clip.loss import SigLipLoss
 
 from open_clip_zerovl.core.randomness import Purpose, seed_step, stream_seed
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
-from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
+from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.step import loss_inputs_of
 from support.recipe_model import RecipeModel, recipe_model
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
+from training.log import RunLog
 from training.params import parse
 from training.train import Trainer, create_loss
 
@@ -69,11 +70,11 @@ def train(
         device="cpu", precision=planned.precision, seed=SEED, rank=rank, world_size=1, distributed=False, batch_size=4,
         workers=0, skip_scheduler=True, grad_clip_norm=clip, log_every_n_steps=1, wandb=False,
         checkpoint_path="/nowhere", name="x", save_logs=False, log_local=False, train_num_samples=None,
-        dataset_resampled=False,
+        dataset_resampled=False, model="x", epochs=1, siglip=False, resume=None,
     )  # fmt: skip
-    config = RecipeConfig(sampling="random", dga_steps=K)
+    config = AllFlags(sampling="random", dga_steps=K)
     never = SimpleNamespace(agreed=lambda distributed: False)
-    trainer = Trainer(config, never, mixup=planned.mixup)
+    trainer = Trainer(config, never, RunLog(args, config), mixup=planned.mixup)
     trainer(planned.model, {"train": data}, ContrastiveLoss(), 0, optimizer, None, None, args)
 
 

@@ -39,7 +39,7 @@ from training.checkpointing import (
     require_room,
 )
 from training.params import parse
-from training.resume import SETTINGS_ENTRY, Position
+from training.resume import Position
 from training.run import TrainingRun
 from training.stopping import Preemption
 from training.train import Trainer, require_finite
@@ -206,7 +206,7 @@ def test_what_decides_the_order_of_samples_is_in_the_position():
     }
 
     def order(arguments=(), weight=1.0, **config):
-        trainer = Trainer(RecipeConfig(**{"sampling": "debiased", **config}), Preemption())
+        trainer = Trainer(RecipeConfig(**{"sampling": "debiased", **config}), Preemption(), None)
         args = argparse.Namespace(**{**usual, **dict(arguments)})
         return trainer._position(args, 0, (Source("a", ("0.tar",), (100,), weight),)).order
 
@@ -305,7 +305,7 @@ def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monk
     )
     run.entries["lora"] = "of the student"
     run.create_model("the teacher of --distill-model")
-    assert run.entries.keys() == {MODEL_ENTRY, "lora", SETTINGS_ENTRY}
+    assert run.entries.keys() == {MODEL_ENTRY, "lora"}
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(

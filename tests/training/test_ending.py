@@ -322,16 +322,12 @@ def test_a_failed_sync_leaves_the_name_free(train):
     assert "gave up with status -1" in printed and not folder.exists()
 
 
-def test_a_resumed_run_takes_the_settings_of_its_command_line_and_names_them(train):
+def test_a_resumed_run_takes_the_optimizers_settings_of_its_command_line_and_names_them(train):
     """Also a run with other flags of ours than the step's, whose optimizer is open_clip's."""
     train(None, "--epochs=1", "--wd", "0.2", name="settings", status=0)
     changes = ["--wd", "0", "--beta2", "0.9", "--eps", "1e-4", "--epochs", "2", "--lr", "1e-2"]
     same = ["--resume", "latest"]
     _, printed, folder = train(None, *changes, *same, name="settings", status=0)
-    assert (
-        "Resuming with other settings than before: --epochs 2 after 1, --lr 0.01 after" in printed
-    )
-    assert "the learning rate follows the schedule of this command line" in printed
     assert "The resumed optimizer takes betas (" in printed
     groups = torch.load(folder / "checkpoints" / "epoch_2.pt", weights_only=True)["optimizer"]
     for group in groups["param_groups"]:
@@ -339,7 +335,7 @@ def test_a_resumed_run_takes_the_settings_of_its_command_line_and_names_them(tra
     _, printed, _ = train(
         None, *changes, "--epochs", "3", *same, name="settings", status=0
     )  # of the second run
-    assert "--epochs 3 after 2, from" in printed and "optimizer takes" not in printed
+    assert "optimizer takes" not in printed
 
 
 @pytest.mark.slow(

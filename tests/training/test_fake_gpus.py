@@ -18,6 +18,7 @@ from support.fake_cuda import FakeDDP, Waits, fake_cuda, fake_ranks, to_fake_cud
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
 from training import train as train_module
 from training.data import TrainData
+from training.log import RunLog
 from training.train import Trainer, create_loss
 
 W, K, B, STEPS = 8, 2, 4, 3
@@ -28,7 +29,7 @@ ALLOWED = {
         (W + 1) * STEPS,
         "how many rows each rank holds, once a step",
     ),
-    "training/step_log.py": (4 * STEPS, "the loss is read in the steps that are logged, here all"),
+    "training/log.py": (4 * STEPS, "the loss is read in the steps that are logged, here all"),
 }
 
 
@@ -77,7 +78,8 @@ def test_an_epoch_over_eight_ranks_waits_only_where_it_must(tmp_path, monkeypatc
     args = argparse.Namespace(
         device="cuda:0", precision="amp_bf16", seed=0, rank=0, local_rank=0, world_size=W, distributed=True, batch_size=B,
         workers=0, skip_scheduler=False, grad_clip_norm=1.0, log_every_n_steps=2, wandb=False, checkpoint_path=str(tmp_path),
-        name="x", save_logs=False, log_local=False, train_num_samples=None, dataset_resampled=False, siglip=False,
+        name="x", model="x", epochs=1, resume=None,
+        save_logs=False, log_local=False, train_num_samples=None, dataset_resampled=False, siglip=False,
     )  # fmt: skip
     never = SimpleNamespace(agreed=lambda distributed: 0)
     monkeypatch.setattr("open_clip_zerovl.recipe.step.text_padding", lambda model: 0)
@@ -93,7 +95,7 @@ def test_an_epoch_over_eight_ranks_waits_only_where_it_must(tmp_path, monkeypatc
         to_fake_cuda(model)
         optimizer = torch.optim.AdamW(parameter_groups(model, 1e-3))
         train = TrainData(Loader(32, 32), partial(normalize, mean=(0.5,) * 3, std=(0.5,) * 3))
-        trainer = Trainer(config, never, mixup=mixup)
+        trainer = Trainer(config, never, RunLog(args, config), mixup=mixup)
         waits = Waits(read=K * B)
         with waits:
             trainer(
@@ -116,6 +118,6 @@ def test_an_epoch_over_eight_ranks_waits_only_where_it_must(tmp_path, monkeypatc
     }
     assert unexpected == {}
     assert any("gathered_sizes" in line for line in found) and any(
-        "step_log" in line for line in found
+        "training/log" in line for line in found
     )
     images_module._scale_and_shift.cache_clear()

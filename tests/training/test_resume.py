@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -20,11 +19,8 @@ from open_clip_zerovl.sampling.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, write_bert
-from training.params import build_parser, open_clip_parser, parse
 from training.resume import (
-    SETTINGS_ENTRY,
     Position,
-    changed_settings,
     entry_of,
     keep_settings,
     load_checkpoint,
@@ -32,7 +28,6 @@ from training.resume import (
     read_position,
     require_finite,
     require_same_function,
-    settings_of,
 )
 from training.stopping import Preemption
 
@@ -190,7 +185,7 @@ def test_a_checkpoint_of_several_ranks_has_the_names_of_one(tmp_path):
     for prefix in ("", "module."):
         state = {prefix + name: value for name, value in model.state_dict().items()}
         torch.save({"epoch": 1, "state_dict": state}, tmp_path / "a.pt")
-        loaded = load_checkpoint(argparse.Namespace(train_data=None), str(tmp_path / "a.pt"))
+        loaded = load_checkpoint(str(tmp_path / "a.pt"))
         assert loaded["state_dict"].keys() == model.state_dict().keys()
 
 
@@ -218,48 +213,6 @@ def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(place, value):
     if place != "exp_avg_sq":
         with pytest.raises(UserError, match="of a.pt holds 1 numbers"):
             require_finite(checkpoint["state_dict"], model, "a.pt")
-
-
-def changed(option: str) -> str | None:
-    """What is said of a run whose setting `option` is another than before."""
-    name = option.removeprefix("--").replace("-", "_")
-    args, _ = parse(["--train-data", "a=/x"])
-    before, now = settings_of(args), settings_of(argparse.Namespace(**{**vars(args), name: 77}))
-    return changed_settings({SETTINGS_ENTRY: before}, now)
-
-
-# Of each setting: taken from here on unless it is in one of these rows.
-OTHERS = {
-    "has no effect, since the weights": "pretrained pretrained_image init_from init_image init_text",
-    "the learning rate follows the schedule": "lr epochs warmup warmup_share lr_min lr_scheduler epochs_cooldown "
-    "lr_cooldown_end lr_cooldown_power skip_scheduler",
-    # of the order of samples, which the position tells or refuses
-    "position": "batch_size dga_steps workers seed sampling source_order train_data train_data_upsampling_factors captions "
-    "train_num_samples dataset_resampled",
-    "optimizer": "wd beta1 beta2 eps",  # the next test
-    # what is written, evaluated and where
-    "nothing": "name logs log_local log_every_n_steps resume report_to wandb_notes wandb_project_name debug verbose "
-    "copy_codebase save_frequency save_every_steps save_most_recent keep_checkpoints delete_previous_checkpoint remote_sync "
-    "remote_sync_frequency remote_sync_protocol val_data val_frequency val_num_samples imagenet_val imagenet_v2 "
-    "zeroshot_frequency zero_shot_data retrieval_data retrieval_captions retrieval_frequency retrieval_transform device "
-    "dist_url dist_backend no_set_device_rank horovod cache_dir shard_cache shard_cache_gib",
-}
-
-
-def test_each_setting_of_a_resumed_command_line_is_taken_refused_or_named():
-    outcome = {name: words for words, names in OTHERS.items() for name in names.split()}
-    parsers = (build_parser(), open_clip_parser())
-    names = {action.dest for parser in parsers for action in parser._actions} - {"help"}
-    assert len(names) > 130
-    for name in sorted(names & vars(parse(["--train-data", "a=/x"])[0]).keys()):
-        words, said = outcome.get(name, "from here on"), changed(name)
-        if words in ("position", "optimizer", "nothing"):
-            assert said is None, name
-        else:
-            assert said is not None and words in said and f"--{name.replace('_', '-')} " in said, (
-                name
-            )
-    assert changed_settings({}, {"lr": "1"}) is None  # a checkpoint of open_clip's own
 
 
 @pytest.mark.parametrize("taken", [True, False])

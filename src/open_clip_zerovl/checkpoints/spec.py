@@ -260,6 +260,16 @@ def first_difference(
     return None
 
 
+def tower_difference(
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    tower: str,
+    ignored: frozenset[str] = NOT_OF_FUNCTION,
+) -> tuple[str, str, str] | None:
+    """Find the first setting by which a tower of two model configs computes another function, as `first_difference` does."""
+    return first_difference(tower_config(first, tower), tower_config(second, tower), ignored)
+
+
 def complete_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Fill a model's config with open_clip's values for the settings of its towers that it leaves out."""
     return {

@@ -206,7 +206,6 @@ class ContrastiveLoss(nn.Module):
             sigmoid=sigmoid,
             gather_grad=gather_grad,
             sources=sources,
-            duplicates=None if positives is None else positives.counts > 1,
         )
 
     def _check_mixup(self) -> None:

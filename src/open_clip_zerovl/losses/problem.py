@@ -87,12 +87,10 @@ class Report:
     Attributes:
         pair_losses: (N,) of each pair: the mean of its image's and its text's loss. Their mean is the loss.
         sources: (N,) source of each sample; None if not given.
-        duplicates: (N,) bool, whether another sample is a positive of this one, if samples share positives.
     """
 
     pair_losses: Tensor | None = None
     sources: Tensor | None = None
-    duplicates: Tensor | None = None
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -118,7 +116,7 @@ class ChunkedLoss(torch.autograd.Function):
             problem = make(image_features, text_features, logit_scale, logit_bias)
             value = problem.value()
             report.pair_losses = problem.pair_losses
-            report.sources, report.duplicates = problem.sources, problem.duplicates
+            report.sources = problem.sources
             if grad_enabled and any(ctx.needs_input_grad[:4]):
                 image_grad, text_grad, scale_grad, bias_grad = problem.gradients()
                 # Kept in fp32 until `backward` has multiplied them by a loss scaler's factor: fp16 rounds small ones to zero.
@@ -161,7 +159,7 @@ class Problem:
         targets: targets of the softmaxes over the logits; None for SigLIP's loss.
         sigmoid: SigLIP's loss, None for softmaxes.
         gather_grad: False: every gathered feature is a constant (Table 4's baseline).
-        sources, duplicates: for the report.
+        sources: for the report.
     """
 
     def __init__(
@@ -174,7 +172,6 @@ class Problem:
         sigmoid: Sigmoid | None = None,
         gather_grad: bool = True,
         sources: Tensor | None = None,
-        duplicates: Tensor | None = None,
     ) -> None:
         self.logits = logits
         self.ranks = ranks
@@ -182,7 +179,7 @@ class Problem:
         self.targets = targets
         self.sigmoid = sigmoid
         self.gather_grad = gather_grad
-        self.sources, self.duplicates = sources, duplicates
+        self.sources = sources
         self.normalisers = Normalisers()
         # Where one chunk holds all local rows, the second sweep takes this matrix of the first, once, and overwrites it: the
         # logits, or the sigmoids' arguments.

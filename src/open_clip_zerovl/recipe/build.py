@@ -27,7 +27,7 @@ from open_clip_zerovl.checkpoints.spec import (
     named_model_spec,
     read_model_spec,
     read_params,
-    tower_config,
+    tower_difference,
 )
 from open_clip_zerovl.checkpoints.weights import (
     WEIGHTS_FILE,
@@ -169,9 +169,7 @@ def _require_same_function(
         ignored = (
             NOT_OF_FUNCTION if f"{tower} projection" in groups else NOT_OF_FUNCTION | OF_PROJECTION
         )
-        difference = first_difference(
-            tower_config(spec.model_cfg, tower), tower_config(model_cfg, tower), ignored
-        )
+        difference = tower_difference(spec.model_cfg, model_cfg, tower, ignored)
         if difference is None and tower == "text":
             difference = first_difference(*text, _NOT_OF_TEXT)
         if difference is not None:

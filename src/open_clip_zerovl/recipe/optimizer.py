@@ -142,22 +142,22 @@ def scale_rates(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(restore)
 
 
-def described_groups(optimizer: torch.optim.Optimizer) -> list[tuple[str, float, float, int, int]]:
+def described_groups(optimizer: torch.optim.Optimizer) -> list[tuple[str, str, str, int, str]]:
     """Describe each group made with `Rates`: part, multiple of the learning rate, weight decay, tensors and numbers.
 
     Returns:
         Nothing for other groups.
     """
-    groups = [group for group in optimizer.param_groups if "rate_scale" in group]
     return [
         (
             group["part"],
-            group["rate_scale"],
-            group["weight_decay"],
+            f"{group['rate_scale']:.3g}",
+            f"{group['weight_decay']:g}",
             len(group["params"]),
-            sum(p.numel() for p in group["params"]),
+            f"{sum(p.numel() for p in group['params']):,}",
         )
-        for group in groups
+        for group in optimizer.param_groups
+        if "rate_scale" in group
     ]
 
 

@@ -1,8 +1,9 @@
-"""If the loader is the limit, or the loss is that of chance, the log reports it once an epoch."""
+"""The log of a run: its short form on the console, a line a logged step, and warnings of a slow loader and a loss of chance."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 from functools import partial
 
@@ -11,10 +12,19 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses.problem import Report
+from open_clip_zerovl.recipe.flags import AllFlags
+from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.sampling.schedule import Batching
-from training import step_log
-from training.run_log import RunLog
-from training.step_log import BySource, StepLog, loader_sentence, stuck_sentence
+from training import log as log_module
+from training.log import (
+    BySource,
+    RunLog,
+    StepLog,
+    early_handler,
+    loader_sentence,
+    shorten,
+    stuck_sentence,
+)
 from training.train import warn_of_equal_captions
 
 ARGS = argparse.Namespace(
@@ -27,6 +37,41 @@ ARGS = argparse.Namespace(
     world_size=1,
     wandb=False,
 )
+OURS, HOST = log_module.__file__, "/site-packages/open_clip/factory.py"
+
+
+@pytest.mark.parametrize(
+    ("path", "level", "rank", "is_shown"),
+    [
+        (OURS, logging.INFO, 0, True),
+        (HOST, logging.INFO, 0, False),
+        ("/site-packages/open_clip_train/train.py", logging.INFO, 0, True),
+        (HOST, logging.WARNING, 0, True),
+        (HOST, logging.WARNING, 1, False),
+        (OURS, logging.WARNING, 1, True),
+    ],
+)
+def test_which_messages_the_short_form_has(monkeypatch, path, level, rank, is_shown):
+    """On the console; a log file has them all."""
+    root, shown, file = logging.root, io.StringIO(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
+    root.addHandler(logging.StreamHandler(shown))
+    root.addHandler(handler := type("File", (logging.StreamHandler,), {})(file))
+    shorten(rank)
+    root.handle(logging.LogRecord("root", level, path, 1, "words", None, None))
+    assert (shown.getvalue() == "words\n") is is_shown
+    assert file.getvalue() == "words\n" and not handler.filters
+
+
+def test_a_message_comes_once_before_and_after_the_log_is_set_up(monkeypatch, capsys):
+    root, theirs = logging.root, io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
+    early_handler()
+    logging.warning("before")
+    root.addHandler(logging.StreamHandler(theirs))
+    logging.warning("after")
+    assert capsys.readouterr().err.endswith("| WARNING | before\n")
+    assert theirs.getvalue() == "after\n"
 
 
 def test_the_sentence():
@@ -41,26 +86,13 @@ def test_the_sentence():
 
 
 def log_of(
-    epoch: int = 0,
-    steps: int = 3,
-    *,
-    samples: int = 20,
-    run_log=None,
-    judged=False,
-    recovers=False,
-    **args,
+    epoch: int = 0, steps: int = 3, *, run_log=None, judged=False, recovers=False, **args
 ) -> StepLog:
     """The log of an epoch with effective batches of 20."""
     given = argparse.Namespace(**{**vars(ARGS), **args})
+    run_log = run_log or RunLog(given, AllFlags())
     return StepLog(
-        given,
-        epoch,
-        steps,
-        steps * samples,
-        Batching(10, 2),
-        judged=judged,
-        recovers=recovers,
-        run_log=run_log,
+        run_log, given, epoch, steps, 20 * steps, Batching(10, 2), judged=judged, recovers=recovers
     )
 
 
@@ -79,7 +111,7 @@ def take(
 @pytest.fixture
 def clock(monkeypatch, caplog):
     now = [100.0]
-    monkeypatch.setattr(step_log.time, "time", lambda: now[0])
+    monkeypatch.setattr(log_module.time, "time", lambda: now[0])
     caplog.set_level(logging.INFO)
     return now
 
@@ -93,20 +125,15 @@ def test_an_epoch_says_it_once_without_its_first_step(clock, caplog, wait, said)
     assert len(lines) == said and all(line.startswith(begin) for line in lines)
 
 
-def test_a_run_says_the_same_of_its_epochs_once(caplog, monkeypatch, clock):
-    """Without this, fifteen epochs logged `give --workers` fifteen times, and five the long sentence about chance."""
-    run_log = RunLog(ARGS, argparse.Namespace())
-    for name in ("step", "eta"):
-        monkeypatch.setattr(run_log, name, lambda *_: "")
+def test_a_run_warns_once_of_its_loader_and_of_chance(caplog, clock):
+    """Each of fifteen epochs had logged `give --workers`, and five the long sentence about chance."""
+    run_log = RunLog(ARGS, AllFlags())
     for epoch in range(3):
         log = log_of(epoch, workers=0, judged=True, run_log=run_log)
         take(log, first=200, loss=lambda _: 2.99, clock=clock, wait=lambda _: 1.0)
     told = [message for message in caplog.messages if not message.startswith("Train")]
-    assert sum("give --workers" in message for message in told) == 1
-    assert sum("the model does not tell which" in message for message in told) == 1
-    assert [message for message in told if "still" in message] == [
-        f"Epoch {epoch}: the loss, 2.99, is still that of chance." for epoch in (1, 2)
-    ]
+    assert len(told) == 2
+    assert "give --workers" in caplog.text and "the model does not tell which" in caplog.text
 
 
 def test_the_loss_of_chance():
@@ -130,25 +157,13 @@ def test_an_epoch_that_learned_nothing(caplog, loss, judged, first, said):
 
 def test_losses_by_source_are_means_since_they_were_last_taken():
     by_source = BySource(["sbu", "vg", "cc3m"])
-    by_source.see(
-        Report(
-            torch.tensor([1.0, 2.0, 6.0]),
-            torch.tensor([0, 0, 1]),
-            torch.tensor([True, False, False]),
-        )
-    )
-    by_source.see(
-        Report(torch.tensor([3.0, 4.0]), torch.tensor([0, 1]), torch.tensor([True, True]))
-    )
-    metrics, line = by_source.take()
-    assert metrics == pytest.approx(
-        {"loss/sbu": 2.0, "duplicates/sbu": 2 / 3, "loss/vg": 5.0, "duplicates/vg": 0.5}
-    )
-    assert (
-        line
-        == " By source: sbu 2.0000 (2 of 3 samples have duplicates), vg 5.0000 (1 of 2 samples have duplicates)"
-    )
-    assert by_source.take() == ({}, "")
+    by_source.see(Report(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 0, 1])))
+    by_source.see(Report(torch.tensor([3.0, 4.0]), torch.tensor([0, 1])))
+    assert by_source.take() == pytest.approx({"sbu": 2.0, "vg": 5.0})
+    assert by_source.take() == {}
+    single = BySource(["sbu"])
+    single.see(Report(torch.tensor([1.0]), torch.tensor([0])))
+    assert single.take() == {}
 
 
 def test_the_mean_of_a_million_pairs_is_not_rounded():
@@ -158,26 +173,23 @@ def test_the_mean_of_a_million_pairs_is_not_rounded():
         losses = 2.7 + 0.3 * torch.rand(16_384, generator=torch.Generator().manual_seed(seed))
         by_source.see(Report(losses, torch.zeros(16_384, dtype=torch.long)))
         total += losses.double().sum().item()
-    metrics, _ = by_source.take()
-    assert metrics["loss/sbu"] == pytest.approx(total / (100 * 16_384), rel=1e-5)
+    assert by_source.take()["sbu"] == pytest.approx(total / (100 * 16_384), rel=1e-5)
 
 
-def test_a_single_source_is_not_logged_by_itself():
-    by_source = BySource(["sbu"])
-    by_source.see(Report(torch.tensor([1.0]), torch.tensor([0])))
-    assert by_source.take() == ({}, "")
-
-
-def test_tensorboard_has_a_curve_for_each_source():
-    """Names of metrics, one step of a source each: the curve of a source knows only its own."""
+def test_a_step_is_written_to_the_record_and_to_tensorboard(tmp_path):
+    """With the same numbers, one step of a source each: the curve of a source knows only its own."""
     written = {}
 
     class Writer:
         def add_scalar(self, name, value, step):
             written.setdefault(name, []).append((step, value))
 
-    args = argparse.Namespace(**{**vars(ARGS), "batch_size": 2})
-    log = StepLog(args, 0, 2, 4, Batching(2), Writer(), ["sbu", "vg"])
+    args = argparse.Namespace(
+        **vars(ARGS), model="m", epochs=1, save_logs=True, logs=str(tmp_path), name="", log_path=""
+    )
+    run_log = RunLog(args, AllFlags())
+    run_log.begin(Batching(2), 2)
+    log = StepLog(run_log, args, 0, 2, 4, Batching(2), Writer(), ["sbu", "vg"])
     for index, value in enumerate((1.0, 9.0)):
         log.by_source.see(Report(torch.full((2,), value), torch.full((2,), index)))
         log.step_done(
@@ -185,6 +197,11 @@ def test_tensorboard_has_a_curve_for_each_source():
         )
     assert written["train/loss/sbu"] == [(0, 1.0)] and written["train/loss/vg"] == [(1, 9.0)]
     assert written["train/loss"] == [(0, 1.0), (1, 9.0)]
+    steps = read_record(tmp_path)["step"]
+    assert [(step["at"], step["loss"]) for step in steps] == [(0.5, 1.0), (1.0, 9.0)]
+    assert [step["by_source"] for step in steps] == [{"sbu": 1.0}, {"vg": 9.0}]
+    for name in ("lr", "scale", "samples_per_second", "batch_time"):
+        assert [step[name] for step in steps] == [value for _, value in written[f"train/{name}"]]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +219,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_unless_a_scaler_leaves_it_out(
     caplog, recovers, rank
 ):
     """On every rank, at the first logged step: weights of NaN cannot recover, and an epoch of them is worth nothing."""
-    run_log = RunLog(ARGS, argparse.Namespace())
+    run_log = RunLog(ARGS, AllFlags())
     losses = {2: "nan", 3: "nan", 7: "inf"}
     log = log_of(0, 80, log_every_n_steps=4, run_log=run_log, recovers=recovers, rank=rank)
     steps = partial(take, log, loss=lambda index: torch.tensor(float(losses.get(index, 1.0))))
