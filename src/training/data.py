@@ -24,19 +24,20 @@ from webdataset import autodecode
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
+from open_clip_zerovl.core.flags import conflicts
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, schedule_of
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.data.words import WordAugment
-from open_clip_zerovl.recipe.flags import AllFlags, contradicted
+from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, few_steps
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.pictures import forget_other_formats
 from open_clip_zerovl.shards.urls import check_quotes, local_path
-from open_clip_zerovl.shards.writing import read_sizes
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checks of open_clip's own data
@@ -117,10 +118,7 @@ def _left_unread(extension: str, data: bytes) -> bytes:
 
 
 def _check_shards(flag: str, path: str, args: argparse.Namespace) -> None:
-    """Refuse a missing shard, which makes open_clip's pipeline hang.
-
-    A shard that sizes.json lacks raises a bare KeyError there.
-    """
+    """Refuse a missing shard, which makes open_clip's pipeline hang."""
     weights = (
         args.train_data_upsampling_factors
         if flag == "--train-data" and args.dataset_resampled
@@ -137,18 +135,6 @@ def _check_shards(flag: str, path: str, args: argparse.Namespace) -> None:
     if missing:
         raise UserError(
             f"{len(missing)} of {len(shards)} shards of {flag} do not exist, first {missing[0]}; correct the path or the range"
-        )
-    folder = os.path.dirname(shards[0])
-    if flag != "--train-data" or args.train_num_samples is not None or local_path(folder) is None:
-        return
-    sizes = read_sizes(folder)
-    unknown = [
-        shard for shard in shards if sizes is not None and os.path.basename(shard) not in sizes
-    ]
-    if unknown:
-        raise UserError(
-            f"{folder}/sizes.json does not give the number of samples of {unknown[0]}; count them with `zerovl data check "
-            f"{folder or '.'} --sizes`, give --train-num-samples, or name the source: NAME=SHARDS"
         )
 
 
@@ -239,7 +225,7 @@ def with_positives(config: AllFlags, sources: Sequence[Source]) -> AllFlags:
         return replace(config, positives=None) if config.positives == "pair" else config
     finding = f"Pictures of a class share its captions (source {', '.join(classes)})"
     settled = replace(config, positives="caption")
-    if against := next(contradicted(settled, ["positives"]), None):
+    if against := next(conflicts(settled, ["positives"]), None):
         logging.warning(f"{finding} and count as negatives of each other: {against}.")
         return config
     logging.info(f"{finding}: --positives caption; give --positives pair for one positive each.")
@@ -307,14 +293,14 @@ def get_data(
     stock: Callable[[argparse.Namespace], dict],
     args: argparse.Namespace,
     preprocess_fns,
-    tokenizer=None,
-    paper_transform: Callable[[], Callable[..., Any]] | None = None,
+    tokenizer,
+    model: Any,
 ) -> dict:
     """Open open_clip's data with our training data and retrieval sets.
 
     Args:
         stock: open_clip's own function for these arguments.
-        paper_transform: makes the paper's evaluation transform for the run's model.
+        model: the run's, whose size the paper's evaluation transform takes.
 
     Raises:
         UserError: an epoch of zero optimizer steps (open_clip would train nothing, save a checkpoint and exit 0).
@@ -339,41 +325,20 @@ def get_data(
             )
         _check_warmup(config, args, loader.num_batches // args.accum_freq * args.epochs)
     if inputs.retrieval:
-        data["retrieval"] = _retrieval_data(config, inputs, args, transform_eval, paper_transform)
+        captions = config.retrieval_captions
+        data["retrieval"] = EvaluationSets(
+            inputs.retrieval,
+            paper_transform_of(model.visual)
+            if config.retrieval_transform == "paper"
+            else transform_eval,
+            captions if isinstance(captions, int) else None,
+        )
     if inputs.labelled:
         data["zero-shot"] = EvaluationSets(inputs.labelled, transform_eval)
     for kind in ("retrieval", "zero-shot"):
         if kind in data:
             data.setdefault(PLACEHOLDER_KEY, data[kind])
     return data
-
-
-def _retrieval_data(
-    config: AllFlags, inputs: TrainingInputs, args: argparse.Namespace, transform, paper_transform
-) -> EvaluationSets:
-    """Open the sets with the transform and captions of the flags.
-
-    The log names both.
-    """
-    captions = None if isinstance(config.retrieval_captions, str) else config.retrieval_captions
-    if config.retrieval_transform == "paper":
-        assert paper_transform is not None
-        transform = paper_transform()
-    if is_master(args):
-        sets = ", ".join(
-            f"{name} ({len(dataset):,} images, {dataset.num_captions(captions):,} captions)"
-            for name, dataset in inputs.retrieval.items()
-        )
-        shown = (
-            "squash and centre crop (the paper's, A.9)"
-            if config.retrieval_transform == "paper"
-            else "the checkpoint's own"
-        )
-        captions_shown = (
-            "all captions" if captions is None else f"the first {captions} captions of each image"
-        )
-        logging.info(f"Retrieval: {sets}; {captions_shown}; transform: {shown}.")
-    return EvaluationSets(inputs.retrieval, transform, captions)
 
 
 def _check_warmup(config: AllFlags, args: argparse.Namespace, steps: int) -> None:

@@ -48,7 +48,6 @@ def create_model(
     """
 
     def start(model: torch.nn.Module) -> None:
-        _check_precision(model, args.precision)
         if hasattr(model, "text_decoder") and not (pretrained or config.init_from):
             # open_clip leaves this weight as the memory was, NaN included.
             decoder: Any = model.text_decoder
@@ -108,16 +107,6 @@ def check_contrastive(model: torch.nn.Module, name: str) -> None:
         raise UserError(
             f"--model {name} does not work with the recipe's step: it also learns to write captions, but not as CoCa does, "
             "and that loss would be lost; leave the step's flags out, and give --train-data without names"
-        )
-
-
-def _check_precision(model: torch.nn.Module, precision: str) -> None:
-    """Refuse a precision to which open_clip casts only a part of the text tower: its first forward pass would fail."""
-    text = getattr(getattr(model, "text", None), "transformer", None)
-    if precision in ("bf16", "fp16") and hasattr(text, "config"):
-        raise UserError(
-            f"--precision {precision} does not work with the Hugging Face text tower {type(text).__name__}: open_clip casts a "
-            "part of its layers only; take amp_bf16, or pure_bf16"
         )
 
 

@@ -13,7 +13,6 @@ LINE = OPENCLIP_V3
 # The parameters of each function that main passes.
 NAMES: dict[str, tuple[str, ...]] = {
     "parse_args": ("args",),
-    "copy_codebase": ("args",),
     "create_model_and_transforms": ("model_name", "pretrained", "precision", "device", "output_dict"),
     "get_tokenizer": ("model_name", "context_length", "cache_dir"),
     "get_data": ("args", "preprocess_fns", "epoch", "tokenizer"),
@@ -73,7 +72,6 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
 
     return {
         "parse_args": lambda argv: run.args,
-        "copy_codebase": run.copy_codebase,
         "create_model_and_transforms": run.create_model,
         "get_tokenizer": lambda name, **options: stock_tokenizer(run.model_name, **options),
         "get_data": get_data,

@@ -18,7 +18,6 @@ LINE = OPENCLIP_V4
 # The parameters of each function that main passes.
 NAMES: dict[str, tuple[str, ...]] = {
     "parse_args": ("args",),
-    "copy_codebase": ("args",),
     "create_model_and_transforms": (
         "model_name",
         "pretrained",
@@ -45,7 +44,6 @@ def filled(run: Any, host: Any) -> dict[str, Any]:
     stock_tokenizer = host.get_tokenizer
     return {
         "parse_args": lambda argv: run.args,
-        "copy_codebase": run.copy_codebase,
         "create_model_and_transforms": run.create_model,
         "get_tokenizer": lambda name, **options: stock_tokenizer(run.model_name, **options),
         "create_task": ours.create_task,

@@ -67,15 +67,11 @@ OTHER_MODELS = ("genlip", "genlap", "clap")
 
 
 def _scripted_and_changed(f: AllFlags) -> bool:
-    changed = (
-        f.lock_image,
-        f.lock_text,
-        f.freeze,
-        f.coin_flip_mixup,
-        f.temperature_constant,
-        f.lora,
-    )
-    return f.torchscript and any((*changed, f.token_drop, f.init_from, f.init_image, f.init_text))
+    changes = (
+        "freeze", "coin_flip_mixup", "temperature_constant", "lora", "token_drop", "init_from", "init_image", "init_text",
+        "sort_text", "channels_last", "freeze_norm_statistics",
+    )  # fmt: skip
+    return f.torchscript and (f.lock_image or f.lock_text or f.changes(*changes))
 
 
 def _needs_our_loss(f: AllFlags) -> bool:
@@ -97,6 +93,10 @@ def _refusal(
 REFUSALS = (
     # the program
     _refusal("--horovod", THE_RECIPE, lambda f: f.horovod and f.active, "use torchrun"),
+    _refusal(
+        "--copy-codebase", THE_RECIPE, lambda f: bool(f.given.get("copy_codebase")) and f.active,
+        "open_clip copies the folder above the package, which is a whole environment; note the commit instead",
+    ),
     _refusal("--trace", THE_RECIPE, lambda f: f.trace and f.active, "a traced model cannot be trained"),
     # the step
     _refusal(
@@ -141,7 +141,8 @@ REFUSALS = (
     ),
     _refusal(
         "--torchscript",
-        "--lock-*, --freeze, --coin-flip-mixup, --temperature-constant, --lora, --token-drop or --init-*",
+        "--lock-*, --freeze, --freeze-norm-statistics, --coin-flip-mixup, --temperature-constant, --lora, --token-drop, "
+        "--init-*, --sort-text or --channels-last",
         _scripted_and_changed,
         "they change the model after it is made, and a scripted one can no longer be changed; --torchcompile can",
     ),

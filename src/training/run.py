@@ -10,7 +10,6 @@ import signal
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from open_clip_zerovl.core.errors import UserError, first_line, say
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.dga.model import unwrapped
 from open_clip_zerovl.models.build import (
     check_model,
@@ -43,9 +41,6 @@ from training.log import RunLog, close_logs_in, early_handler, shorten
 from training.params import require_new_name
 from training.plan import Planned
 from training.train import Trainer, create_loss, require_finite
-
-# copied by --copy-codebase
-PACKAGES = ("open_clip_zerovl", "training", "open_clip", "open_clip_train")
 
 
 def train(args: argparse.Namespace, config: AllFlags) -> int:
@@ -181,11 +176,6 @@ class TrainingRun:
                 with suppress(OSError):  # another run without a trace is in it
                     self.folder.parent.rmdir()
             raise
-        finally:
-            # open_clip sets every logger to INFO, and dynamo then prints its compile statistics when the process ends.
-            for name in list(logging.root.manager.loggerDict):
-                if name.startswith("torch."):
-                    logging.getLogger(name).setLevel(logging.WARNING)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -254,23 +244,6 @@ class TrainingRun:
     # The hooks, in the order in which main calls them
     # -----------------------------------------------------------------------------------------------------------------
 
-    def copy_codebase(self, args: argparse.Namespace) -> None:
-        """Copy the code of `PACKAGES` on the first rank for `--copy-codebase`.
-
-        A resumed run keeps its first copy.
-
-        open_clip copies the folder three levels above its own main: for an installed package that is the whole environment.
-        """
-        code = self.folder / "code"
-        if args.rank != 0 or code.exists():
-            return
-        for name in PACKAGES:
-            spec = find_spec(name)
-            assert spec is not None and spec.origin is not None  # this program imports them all
-            ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-            shutil.copytree(Path(spec.origin).parent, code / name, ignore=ignored)
-        logging.info(f"Copied the code of {', '.join(PACKAGES)} to {code}.")
-
     def create_model(
         self, model_name: str, pretrained: str | None = None, **options: Any
     ) -> tuple[Any, Any, Any]:
@@ -278,8 +251,6 @@ class TrainingRun:
         if self.lock is None and self.args.rank == 0 and self.args.name is not None:
             # Without --name, main has made one up; a run that is started in the same second gets the same.
             self.lock = checkpointing.lock_folder(self.folder)
-        if self.config.model_config is not None:
-            self.args.model_config = self._config_copy(self.config.model_config)
         if self.model is not None:  # main makes the teacher after it: --distill-model
             self.teacher, *transforms = create_model_and_transforms(
                 model_name, pretrained, **options
@@ -314,13 +285,6 @@ class TrainingRun:
         ):
             checkpointing.require_room(self.folder, self.model)
         return self.model, transform_train, transform_eval
-
-    def _config_copy(self, file: str) -> str:
-        """Copy a model config into the run, which params.txt names: the user's file may be edited later."""
-        copy = self.folder / Path(file).name
-        if self.args.rank == 0 and self.args.logs.lower() != "none" and not copy.exists():
-            shutil.copy(file, copy)
-        return os.path.abspath(copy) if self.args.logs.lower() != "none" else file
 
     def compiled(self, model: torch.nn.Module) -> torch.nn.Module | None:
         """Replace each block of main's model by its compiled form for `--torchcompile`.
@@ -373,12 +337,8 @@ class TrainingRun:
         `stock(args)` is open_clip's own. Its training data yields batches for the loop of `train_epoch`.
         """
 
-        def paper_transform() -> Callable[..., Any]:
-            assert self.model is not None  # main makes the data after it
-            return paper_transform_of(self.model.visual)
-
         return data.get_data(
-            self.config, self.inputs, stock, args, transforms, tokenizer, paper_transform
+            self.config, self.inputs, stock, args, transforms, tokenizer, self.model
         )
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:

@@ -103,7 +103,6 @@ def checkpoint(tmp_path) -> Path:
         f"shop_{way}_R@{k}": 0.15 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
     }
     row = {"epoch": 1, **recalls, "shop_rsum": 90.0, "pets_top1": 0.5, "num_samples": 8}
-    row |= {"retrieval_captions": 5, "retrieval_transform": "own"}
     (checkpoint.parent / "results.jsonl").write_text(json.dumps(row) + "\n")
     return checkpoint
 
@@ -113,10 +112,11 @@ def test_the_runs_record_gives_flags_sizes_and_chance(checkpoint, tmp_path):
     assert "- `--siglip`: True" in card and "- `--ablate`: ('no-replay',)" in card
     assert "- `--init-from`: start.pt" in card and "/secret" not in card
     assert "- a, 12,345 samples\n- b, 7 samples" in card
-    assert "| shop | 15.0 | 15.0 | 15.0 | 15.0 | 15.0 | 15.0 | 90.0 | 16.5 |" in card
-    assert "- pets_top1: 0.5000 (chance 0.1000)" in card
+    assert "| shop | text to image R@5 in % | 15.0 |" in card
+    assert "| shop | RSUM of 600 (chance 16.5) | 90.0 |" in card
+    assert "| pets | top1 in % (chance 10.0) | 50.0 |" in card
     assert run_facts(checkpoint)["given"]["lr"] == "0.001"
-    assert "retrieval_captions" not in card and "num_samples" not in card  # settings are no scores
+    assert "num_samples" not in card  # no score
 
 
 def test_the_hub_reads_base_models_data_sets_and_scores_with_chance(checkpoint, tmp_path):

@@ -131,7 +131,7 @@ TABLE: dict[str, list[tuple[str, str]]] = {
     "--wandb-notes": [("words", WORKS)],
     "--wandb-project-name": [("words", WORKS)],
     "--debug": [("", WORKS)],
-    "--copy-codebase": [("", WORKS), ("--name copied --resume latest", WORKS)],
+    "--copy-codebase": [("", "--copy-codebase does not work with the recipe's flags")],
     "--horovod": [("", "--horovod does not work with the recipe's flags: use torchrun")],
     "--ddp-static-graph": [("", "--ddp-static-graph does not work with")],
     "--no-set-device-rank": [("", WORKS)],

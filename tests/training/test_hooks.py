@@ -1,6 +1,5 @@
 """Replacements in open_clip's main: a line of releases whose names and signatures are known, each really used."""
 
-from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,7 +9,6 @@ import open_clip_train.main as host
 import pytest
 from packaging.requirements import Requirement
 
-import open_clip_zerovl
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.releases import INSTALL, OPENCLIP_V3, OPENCLIP_V4, line_here, line_of
 from support.tars import write_source
@@ -190,40 +188,3 @@ def test_what_is_replaced_is_put_back():
         raise ZeroDivisionError
     assert host.get_data is before
     assert line in hooks.TABLES.values()
-
-
-def test_copy_codebase_copies_the_packages_that_train_once_on_the_first_rank(tmp_path):
-    """open_clip's own copies the folder three levels above its main: that of an installed package."""
-    args, config = parse(["--dataset-type", "synthetic", "--logs", str(tmp_path), "--name", "run"])
-    a_run, code = run.TrainingRun(args, config, None), tmp_path / "run" / "code"
-    a_run.copy_codebase(Namespace(rank=1))
-    assert not code.exists()
-    a_run.copy_codebase(Namespace(rank=0))
-    assert sorted(path.name for path in code.iterdir()) == sorted(run.PACKAGES)
-    for package, name in (
-        (open_clip_zerovl, "open_clip_zerovl/core/errors.py"),
-        (open_clip, "open_clip/model.py"),
-    ):
-        assert (code / name).read_bytes() == (
-            Path(package.__file__).parent.parent / name
-        ).read_bytes()
-    assert list(code.rglob("model_configs/*.json")) and not list(code.rglob("__pycache__"))
-    (code / "training" / "main.py").write_text("kept")
-    a_run.copy_codebase(Namespace(rank=0))  # resumed
-    assert (code / "training" / "main.py").read_text() == "kept"
-
-
-def test_the_run_keeps_the_content_of_a_model_file(tmp_path):
-    """An edited file made the checkpoints of a run unreadable."""
-    file = tmp_path / "mine.json"
-    file.write_text("first")
-    args, config = parse(["--dataset-type", "synthetic", "--logs", str(tmp_path), "--name", "run"])
-    a_run = run.TrainingRun(args, config, None)
-    args.rank = 0
-    a_run.folder.mkdir()
-    kept = a_run._config_copy(str(file))
-    assert kept == str(tmp_path / "run" / "mine.json") and Path(kept).read_text() == "first"
-    file.write_text("edited")
-    assert Path(a_run._config_copy(str(file))).read_text() == "first"  # resumed
-    args.logs = "none"
-    assert a_run._config_copy(str(file)) == str(file)

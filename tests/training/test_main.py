@@ -159,13 +159,7 @@ def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     metrics = metrics_of(folder, "retrieval")
     assert [row["epoch"] for row in metrics] == [2, 3]  # every second epoch, and the last
     assert {"mine_image_to_text_R@1", "mine_text_to_image_R@10", "mine_rsum"} <= metrics[0].keys()
-    assert (metrics[0]["retrieval_transform"], metrics[0]["retrieval_captions"]) == (
-        "checkpoint",
-        5,
-    )
     log = (folder / "logs" / "retrieval" / "out.log").read_text()
-    words = "Retrieval: mine (40 images, 45 captions); the first 5 captions of each image; transform: the checkpoint's own"
-    assert words in log
     assert [(row["epoch"], "things_top1" in row) for row in metrics] == [(2, True), (3, True)]
     assert "things zero-shot top-1: " in log and "% of 6 pictures, chance 50.0 %" in log
     assert (

@@ -27,7 +27,7 @@ def filled(newest: str | None):
     stock = {name: lambda *_, name=name, **__: f"open_clip's {name}" for name in openclip_v4.NAMES}
     stock["get_latest_checkpoint"] = lambda path, remote: newest
     run = SimpleNamespace(
-        args=Namespace(model="m"), model_name="m", own_step=True, own_schedule=False, own_adamw=False, copy_codebase=None,
+        args=Namespace(model="m"), model_name="m", own_step=True, own_schedule=False, own_adamw=False,
         create_model=None, newest_checkpoint=lambda path, remote: f"ours of {path}",
     )  # fmt: skip
     return openclip_v4.filled(run, SimpleNamespace(**stock))

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import CardData, EvalResult, ModelCardData
+from huggingface_hub import ModelCard as HubCard
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from open_clip.pretrained import get_pretrained_cfg
 from torch import Tensor
@@ -27,39 +28,42 @@ from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.models.text_towers import IMPORT_LINE
 from open_clip_zerovl.report.record import RECORD, read_record
 
+CARD_FILE = "README.md"
+FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `push_folder` writes the repository's name there
+# Of a model with a Hugging Face text tower in a folder; the hub's card is without it.
+MOVED = (
+    "After moving the folder, `zerovl export FOLDER --here` writes its new path into `open_clip_config.json` "
+    "(`model_cfg.text_cfg.hf_model_name`), where open_clip looks for the text tower."
+)
+_MODEL = "## Model"  # the heading from which on a card speaks of the model alone
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Front matter, in the form in which the trainers of transformers and sentence-transformers write `model-index`
+# Front matter: base models, data sets and scores, as the hub's own library writes and reads them
 # ---------------------------------------------------------------------------------------------------------------------
 
-CARD_FILE = "README.md"
-#: Entries that describe weights, so that they stay where the same weights are written for another library.
-OF_WEIGHTS = ("base_model", "datasets", "model-index")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _DATA_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 _RECALL = re.compile(r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)")
 _RSUM = re.compile(r"(?:(.+)_)?(rsum)")
 _ACCURACY = re.compile(r"(.+)[_-](top\d+|mean_per_class)")
-_RETRIEVAL = {"type": "image-text-retrieval", "name": "Image-text retrieval"}
-_CLASSES = {"type": "zero-shot-image-classification", "name": "Zero-shot image classification"}
+_RETRIEVAL = {"task_type": "image-text-retrieval", "task_name": "Image-text retrieval"}
+_CLASSES = {
+    "task_type": "zero-shot-image-classification",
+    "task_name": "Zero-shot image classification",
+}
 
 
-def _read_front_matter(folder: Path) -> dict[str, Any]:
-    """Read the OF_WEIGHTS entries of a folder's card.
-
-    Returns:
-        {} without a card or front matter.
+def _data_of(folder: Path) -> CardData:
+    """Read the front matter of a folder's card, which may be missing.
 
     Raises:
         UserError: it is not YAML.
     """
     file = folder / CARD_FILE
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    front = re.match(r"---\n(.*?)^---$", text, re.MULTILINE | re.DOTALL)
-    if front is None:
-        return {}
+    if not file.is_file():
+        return ModelCardData()
     with reading(file, "mend the lines between its first two ---"):
-        entries = yaml.safe_load(front[1]) or {}
-        return {name: entries[name] for name in OF_WEIGHTS if name in entries}
+        return HubCard.load(file, ignore_metadata_errors=True).data
 
 
 def repositories_of(name: str) -> list[str]:
@@ -73,7 +77,7 @@ def repositories_of(name: str) -> list[str]:
     """
     folder = Path(name.partition(":")[2] if name.startswith((LOCAL_DIR, "hf:")) else name)
     if folder.expanduser().exists():
-        known = _read_front_matter(folder.expanduser()).get("base_model", [])
+        known = _data_of(folder.expanduser()).get("base_model") or []
         return [known] if isinstance(known, str) else list(known)
     kind, colon, rest = name.partition(":")
     if colon and kind == "timm":
@@ -88,94 +92,36 @@ def repositories_of(name: str) -> list[str]:
     return [repository.rstrip("/")] if repository else []
 
 
-def _front_matter(
-    title: str,
-    metrics: Mapping[str, float],
-    params: Mapping[str, Any],
-    base_models: Sequence[str],
-) -> dict[str, Any]:
-    """Make the OF_WEIGHTS entries of a run's weights.
-
-    Args:
-        title: name of the model.
-        metrics: as in `ModelCard`.
-        params: of the run; its start and its data count.
-        base_models: further models on which these weights stand.
-    """
-    started = [params.get("init_from"), params.get("model")]
-    if params.get("pretrained"):
-        started.append(f"{params.get('model')}/{params['pretrained']}")
-    names = [*base_models, *(str(name) for name in started if name)]
-    repositories = dict.fromkeys(
-        repository for name in names for repository in repositories_of(name)
-    )
-    data_sets = dict.fromkeys(_DATA_SET.findall(str(params.get("train_data") or "")))
-    results = _results(metrics)
-    entries = {
-        "base_model": list(repositories),
-        "datasets": list(data_sets),
-        "model-index": [{"name": title, "results": results}] if results else [],
-    }
-    return {name: entry for name, entry in entries.items() if entry}
-
-
-def _results(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Group the scores by task and set, with chance in a score's name."""
-    results: dict[tuple[str, str], dict[str, Any]] = {}
+def _scores(metrics: Mapping[str, float]) -> list[EvalResult]:
+    """Describe the scores among some metrics, with chance in a score's name."""
+    scores = []
     for name, value in metrics.items():
         if match := _RECALL.fullmatch(name):
-            task, data, factor = _RETRIEVAL, match[1], 100
+            task, factor = _RETRIEVAL, 100
             kind, words = f"{match[2]}_recall_at_{match[3]}", f"{match[2]} R@{match[3]} in %"
         elif match := _RSUM.fullmatch(name):
-            task, data, factor = _RETRIEVAL, match[1], 1
+            task, factor = _RETRIEVAL, 1
             kind, words = "rsum", "RSUM of 600"
         elif match := _ACCURACY.fullmatch(name):
-            task, data, factor = _CLASSES, match[1], 100
+            task, factor = _CLASSES, 100
             kind, words = match[2], f"{match[2]} in %"
         else:
             continue
         if (chance := metrics.get(f"{name}_chance")) is not None:
             words += f" (chance {factor * chance:.1f})"
-        data = data or "validation pairs"
-        entry = results.setdefault(
-            (task["type"], data),
-            {
-                "task": task,
-                "dataset": {"type": data.replace(" ", "-"), "name": data},
-                "metrics": [],
-            },
-        )
-        score = {"type": kind, "value": round(factor * value, 2), "name": words.replace("_", " ")}
-        entry["metrics"].append(score)
-    return list(results.values())
-
-
-def _as_text(entries: Mapping[str, Any]) -> str:
-    """Write entries as the lines between a card's first two ---."""
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True  # tasks are repeated, not named
-
-    return yaml.dump(dict(entries), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
+        data = match[1] or "validation pairs"
+        score = EvalResult(
+            **task, dataset_type=data.replace(" ", "-"), dataset_name=data, metric_type=kind,
+            metric_name=words.replace("_", " "), metric_value=round(factor * value, 2),
+        )  # fmt: skip
+        scores.append(score)
+    return scores
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The card
 # ---------------------------------------------------------------------------------------------------------------------
 
-FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `push_folder` writes the repository's name there
-# Of a model with a Hugging Face text tower in a folder; the hub's card is without it.
-MOVED = (
-    "After moving the folder, `zerovl export FOLDER --here` writes its new path into `open_clip_config.json` "
-    "(`model_cfg.text_cfg.hf_model_name`), where open_clip looks for the text tower."
-)
-
-# The first arguments of a card's recipe, in this order; others that were given follow by name.
-_FIRST = (
-    "epochs", "train_num_samples", "lr", "lr_min", "lr_scheduler", "warmup", "warmup_share", "wd", "beta1", "beta2", "eps",
-    "grad_clip_norm", "precision", "sampling", "seed",
-)  # fmt: skip
 # Arguments that a card does not name: they have a line of their own, or change no weight.
 _ELSEWHERE = frozenset({
     "model", "name", "train_data", "train_data_upsampling_factors", "batch_size", "dga_steps",
@@ -193,9 +139,6 @@ _ELSEWHERE = frozenset({
     "torchcompile", "trace", "grad_checkpointing", "dga_retain", "dga_check", "loss_chunk",
     "sort_text",
 })  # fmt: skip
-# What open_clip and `--retrieval-data` write into results.jsonl beside the scores.
-_NO_SCORES = ("epoch", "num_samples", "retrieval_captions", "retrieval_transform")
-_MODEL = "## Model"  # the heading from which on a card speaks of the model alone
 
 
 @dataclass(frozen=True)
@@ -208,12 +151,12 @@ class ModelCard:
         params: arguments of the run, by name.
         given: names of those that are not at their defaults; None: unknown, and all that are set are named.
         sizes: samples of each source.
-        metrics: by name: `SET_image_to_text_R@1` ... `SET_rsum` become a table, other metrics a list.
+        metrics: by name; scores among them are `SET_image_to_text_R@1` ... `SET_rsum`, `SET_top1` and its kind.
         notes: sentences for the end.
         library: the one that the folder is for, of `open_clip` and `transformers`.
         licence: a hub's name of it, such as `mit`.
         base_models: models and encoders on which the weights stand, as commands take them; those of params count too.
-        title, body, front: of another card of the model, which replace what params, metrics and notes would give.
+        title, body, data: of another card of the model, which replace what params, metrics and notes would give.
 
     Raises:
         UserError: a licence that is not a name.
@@ -232,7 +175,7 @@ class ModelCard:
     base_models: Sequence[str] = ()
     title: str = ""
     body: str = ""
-    front: Mapping[str, Any] = field(default_factory=dict)
+    data: CardData | None = None
 
     def __post_init__(self) -> None:
         if self.licence is not None and not re.fullmatch(
@@ -252,13 +195,15 @@ class ModelCard:
         params, metrics = self.params or {}, self.metrics or {}
         name = _public(self.spec.name)
         title = self.title or (f"{params['name']} ({name})" if params.get("name") else name)
-        front = {
-            "library_name": self.library,
-            "pipeline_tag": "zero-shot-image-classification",
-            **({"license": self.licence} if self.licence else {}),
-            "tags": ["clip", "zerovl"],
-            **(self.front or _front_matter(title, metrics, params, self.base_models)),
-        }
+        scores = _scores(metrics)
+        front = ModelCardData(
+            library_name=self.library,
+            pipeline_tag="zero-shot-image-classification",
+            license=self.licence,
+            tags=["clip", "zerovl"],
+            model_name=title,
+            **self._stands_on(params, scores) if self.data is None else _of_weights(self.data),
+        )
         folder = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
             trim_blocks=True,
@@ -270,7 +215,7 @@ class ModelCard:
             vars(self)
             | {
                 "title": title,
-                "front": _as_text(front),
+                "front": front.to_yaml(),
                 "about": _MODEL,
                 "here": FOLDER_HERE,
                 "import_line": IMPORT_LINE,
@@ -280,9 +225,28 @@ class ModelCard:
                 "model": _model_facts(self.spec, self.weights),
                 "recipe": _recipe_facts(params, self.given) if params else [],
                 "data": _data(params, self.sizes),
-                **_measured(metrics),
+                "scores": scores,
             }
         )
+
+    def _stands_on(self, params: Mapping[str, Any], scores: list[EvalResult]) -> dict[str, Any]:
+        """Name what the weights stand on, and their scores, for the front matter."""
+        started = [params.get("init_from"), params.get("model")]
+        if params.get("pretrained"):
+            started.append(f"{params.get('model')}/{params['pretrained']}")
+        names = [*self.base_models, *(str(name) for name in started if name)]
+        repositories = dict.fromkeys(repo for name in names for repo in repositories_of(name))
+        data_sets = dict.fromkeys(_DATA_SET.findall(str(params.get("train_data") or "")))
+        return {
+            "base_model": [*repositories] or None,
+            "datasets": [*data_sets] or None,
+            "eval_results": scores or None,
+        }
+
+
+def _of_weights(data: CardData) -> dict[str, Any]:
+    """Select the entries that describe weights, which hold for the same weights written for another library."""
+    return {name: data.get(name) for name in ("base_model", "datasets", "eval_results")}
 
 
 def run_card(
@@ -350,11 +314,10 @@ def folder_card(
     if parts is None:
         origin = f"Made from {_public(spec.name)}, a model of open_clip."
         return ModelCard(spec, weights, origin, base_models=[str(folder)], **options)
-    of_weights: dict[str, Any] = {
-        "front": _read_front_matter(folder),
-        "body": parts[3].rstrip("\n"),
-    }
-    return ModelCard(spec, weights, parts[2], title=parts[1], **of_weights, **options)
+    body = parts[3].rstrip("\n")
+    return ModelCard(
+        spec, weights, parts[2], title=parts[1], body=body, data=_data_of(folder), **options
+    )
 
 
 def read_results(file: Path, epoch: int) -> dict[str, float]:
@@ -374,13 +337,10 @@ def read_results(file: Path, epoch: int) -> dict[str, float]:
         with reading(file, f"mend or remove line {number}"):
             row = json.loads(line)
         if isinstance(row, dict) and row.pop("epoch", None) == epoch:
-            metrics.update(
-                {
-                    name: value
-                    for name, value in row.items()
-                    if isinstance(value, (int, float)) and name not in _NO_SCORES
-                }
-            )
+            row.pop("num_samples", None)
+            metrics |= {
+                name: value for name, value in row.items() if isinstance(value, (int, float))
+            }
     return metrics
 
 
@@ -428,13 +388,10 @@ def _recipe_facts(
         sizes = f"{batch * ranks * steps:,} = {batch} a micro-batch x {steps} accumulated x {ranks} ranks"
         facts.append(("effective batch", sizes))
     known = params if given is None else given
-    for name in [*_FIRST, *sorted(set(known) - set(_FIRST) - _ELSEWHERE)]:
+    for name in sorted(set(known) - _ELSEWHERE):
         value = params.get(name)
-        if value is None or value is False or value in ("", (), [], {}):
-            continue
-        if name == "mixup_alpha" and not params.get("coin_flip_mixup"):
-            continue
-        facts.append((f"`--{name.replace('_', '-')}`", _without_folders(value)))
+        if value is not None and value is not False and value not in ("", (), [], {}):
+            facts.append((f"`--{name.replace('_', '-')}`", _without_folders(value)))
     return facts
 
 
@@ -459,32 +416,3 @@ def _data(params: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
         samples = f", {sizes[name]:,} samples" if name in sizes else ""
         lines += [f"{name}{samples}{weight}"] if entry else []
     return lines
-
-
-def _measured(metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Prepare the template's `recalls` (set -> cells of a row), `ks` and `others`."""
-    tables: dict[str, dict[tuple[str, int], float]] = {}
-    for name, value in metrics.items():
-        if match := _RECALL.fullmatch(name):
-            tables.setdefault(match[1] or "validation pairs", {})[match[2], int(match[3])] = value
-    ks = sorted({k for row in tables.values() for _, k in row})
-    ways = ("image_to_text", "text_to_image")
-    recalls = {
-        name: [
-            *(f"{100 * row[way, k]:.1f}" if (way, k) in row else "" for way in ways for k in ks),
-            f"{100 * sum(row.get((way, k), float('nan')) for way in ways for k in (1, 5, 10)):.1f}",
-            f"{metrics[f'{name}_rsum_chance']:.1f}" if f"{name}_rsum_chance" in metrics else "",
-        ]
-        for name, row in tables.items()
-    }
-    others = []
-    for name, value in metrics.items():
-        if _RECALL.fullmatch(name) or name.endswith(
-            ("rsum", "_chance", "_chance_upper", "rsum_best")
-        ):
-            continue
-        chance = metrics.get(f"{name}_chance")
-        others.append(
-            (name, f"{value:.4f}" + ("" if chance is None else f" (chance {chance:.4f})"))
-        )
-    return {"recalls": recalls, "ks": ks, "others": others}

@@ -134,21 +134,13 @@ def read_model_spec(
 
 
 def _register_own(file: str, checkpoint: Path) -> str:
-    """Register a run's own model config, from the checkpoint, else (of an earlier release) from the copy in the run's folder.
-
-    Returns:
-        The model's name; without a config the file's.
-    """
-    name = Path(file).name
+    """Register a run's own model config from the checkpoint, and return its name."""
     config = read_entry(checkpoint, MODEL_ENTRY)
     if isinstance(config, dict):
         with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder, name)
+            copy = Path(folder, Path(file).name)
             copy.write_text(json.dumps(config), encoding="utf-8")
-            return register_model_file(copy, rename=True)
-    for path in (checkpoint.parent.parent / name, checkpoint.parent / name, Path(file)):
-        if path.is_file():
-            return register_model_file(path, rename=True)
+            register_model_file(copy, rename=True)
     return Path(file).stem
 
 

@@ -16,13 +16,12 @@ transformers may cut it one pixel beside open_clip.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -336,23 +335,6 @@ def _clip_tokenizer() -> Any:
 # --- the check -------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress transformers' progress bars and notes within the block."""
-    from transformers.utils import logging as transformers_logging
-
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
 def _verify(folder: Path, opened: Opened) -> None:
     """Load the folder with transformers and compare it with the model.
 
@@ -363,9 +345,8 @@ def _verify(folder: Path, opened: Opened) -> None:
 
     model = opened.model
     tokenizer = opened.tokenizer
-    with _quiet():
-        loaded = AutoModel.from_pretrained(folder)
-        processor = AutoProcessor.from_pretrained(folder)
+    loaded = AutoModel.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
     texts = processor(
         text=PROBE_TEXTS,
         padding="max_length",

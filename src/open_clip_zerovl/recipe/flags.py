@@ -11,8 +11,8 @@ have a range; `open_clip_train.params` declares them, and a test compares the tw
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
@@ -25,10 +25,8 @@ from open_clip_zerovl.core.flags import (
     Requirement,
     Switch,
     at_least,
-    conflicts,
     flag,
     flags_of,
-    key_value,
     whole,
 )
 from open_clip_zerovl.core.releases import line_here
@@ -46,8 +44,6 @@ POSITIVES = ("pair", "caption", "image", "both")  # whose samples share a target
 ABLATIONS = ("detached-gather", "no-replay")
 CAPTIONERS = ("coca", "mammut")  # in the names of models that also learn to write captions
 RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
-# open_clip's
-PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "pure_fp16", "fp32")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ours
@@ -55,21 +51,12 @@ PRECISIONS = ("amp", "amp_bf16", "amp_bfloat16", "bf16", "fp16", "pure_bf16", "p
 
 _NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
 _MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
-_DETACHED_GATHER = Contradiction(
-    "--ablate detached-gather",
-    lambda given: "detached-gather" in given.ablate,
-    "it is the paper's comparison of the plain loss",
-)
 
 
 def _conflict(name: str, advice: str, **more: Any) -> Contradiction:
     """Declare a contradiction with another flag, given with any value that is not False, None or empty."""
     option = "--" + name.replace("_", "-")
     return Contradiction(option, lambda given: bool(getattr(given, name)), advice, **more)
-
-
-def _no_mixup(advice: str) -> Contradiction:
-    return _conflict("coin_flip_mixup", f"{advice}; leave one of them out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +159,6 @@ class DgaFlags:
     sort_text: bool = flag(
         False,
         "sort a step's texts by length over its micro-batches and cut each to its longest: the same gradient, less padding",
-        contradicts=(_conflict("torchscript", "a scripted model cannot be changed"),),
     )
     loss_chunk: int | None = flag(
         None,
@@ -210,17 +196,17 @@ class LossFlags:
         "where a source was packed from folders of classes, else pair)",
         choices=POSITIVES,
         needs=(_NAMED_SOURCES,),
-        contradicts=tuple(
-            replace(
-                each,
-                when=lambda given, when=each.when: (  # type: ignore[misc]
-                    given.positives != "pair" and when(given)
-                ),
-            )
-            for each in (
-                _no_mixup("a mixed sample has two captions and pictures"),
-                _DETACHED_GATHER,
-            )
+        contradicts=(
+            Contradiction(
+                "--coin-flip-mixup",
+                lambda given: given.positives != "pair" and given.coin_flip_mixup,
+                "a mixed sample has two captions and pictures; leave one of them out",
+            ),
+            Contradiction(
+                "--ablate detached-gather",
+                lambda given: given.positives != "pair" and "detached-gather" in given.ablate,
+                "it is the paper's comparison of the plain loss",
+            ),
         ),
     )
 
@@ -319,7 +305,6 @@ class TowerFlags:
         "keep the running statistics of batch norms: they normalise as in evaluation while their weights train (for a tower "
         "that begins trained)",
         contradicts=(
-            _conflict("torchscript", "a scripted model cannot be changed"),
             Contradiction(
                 "--use-bn-sync",
                 lambda given: bool(given.given.get("use_bn_sync")),
@@ -330,7 +315,6 @@ class TowerFlags:
     channels_last: bool = flag(
         False,
         "keep the image tower's convolutions with the channels last in memory: faster for convolutional towers",
-        contradicts=(_conflict("torchscript", "a scripted model cannot be changed"),),
     )
 
 
@@ -600,17 +584,12 @@ class OpenClipFlags:
     accum_freq: int = flag(1, metavar="N", range=at_least(1))
     epochs: int = flag(32, metavar="N", range=at_least(1))
     workers: int = flag(4, metavar="N", range=NOT_NEGATIVE)
-    precision: str = flag(line_here().precision, choices=PRECISIONS)
-    device: str = flag("cuda", metavar="TEXT")
     seed: int = flag(
         0, metavar="N", range=Range("0 to 4294967295", lambda value, _: 0 <= value < 2**32)
     )
 
     lr: float | None = flag(None, metavar="X", range=NOT_NEGATIVE)
-    beta1: float | None = flag(None, metavar="X")
-    beta2: float | None = flag(None, metavar="X")
     eps: float | None = flag(None, metavar="X")
-    momentum: float | None = flag(None, metavar="X")
     wd: float = flag(0.2, metavar="X", range=NOT_NEGATIVE)
     warmup: int = flag(10000, metavar="N", range=NOT_NEGATIVE)
     skip_scheduler: bool = flag(False)
@@ -646,14 +625,10 @@ class OpenClipFlags:
     local_loss: bool = flag(False)
     gather_with_grad: bool = flag(False)
 
-    pretrained: str = flag("", metavar="TAG")
-    cache_dir: str | None = flag(None, metavar="DIR")
-    pretrained_image: bool = flag(False)
     lock_image: bool = flag(False)
     lock_image_unlocked_groups: int = flag(0, range=NOT_NEGATIVE)
     lock_text: bool = flag(False)
     lock_text_unlocked_layers: int = flag(0, range=NOT_NEGATIVE)
-    grad_checkpointing: bool = flag(False)
     torchscript: bool = flag(False)
     torchcompile: bool = flag(False)
     trace: bool = flag(False)
@@ -683,10 +658,7 @@ class OpenClipFlags:
         nargs="+",
         range=Range("three positive numbers", lambda value, _: len(value) == 3 and min(value) > 0),
     )
-    image_interpolation: str | None = flag(None, choices=("bicubic", "bilinear", "random"))
-    aug_cfg: dict[str, Any] = flag(dict, kind=key_value, metavar="KEY=VALUE", nargs="*")
 
-    logs: str = flag("./logs/", metavar="TEXT")
     log_every_n_steps: int = flag(100, metavar="N", range=at_least(1))
     report_to: str = flag("", metavar="TEXT")
     loss_dist_impl: str | None = flag(
@@ -697,9 +669,7 @@ class OpenClipFlags:
         ),
     )
     val_num_samples: int | None = flag(None, metavar="N", range=at_least(1))
-    save_frequency: int = flag(1, metavar="N")
     save_most_recent: bool = flag(False)
-    delete_previous_checkpoint: bool = flag(False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -734,11 +704,6 @@ class AllFlags(OpenClipFlags, RecipeConfig):
         return cls(**values_of(known), **ours, given={**typed, **changed})
 
     @property
-    def strategy(self) -> str:
-        """Return the value of --sampling, or random for open_clip's own pipeline."""
-        return self.sampling or "random"
-
-    @property
     def mixture(self) -> bool:
         """Return whether training reads our mixture of sources instead of open_clip's own pipeline."""
         return self.sampling is not None or is_named(self.train_data)
@@ -755,16 +720,6 @@ class AllFlags(OpenClipFlags, RecipeConfig):
     def captions_images(self) -> bool:
         """Return whether the model, by its name, also learns to write captions."""
         return any(kind in self.model.lower() for kind in CAPTIONERS)
-
-
-def contradicted(given: AllFlags, names: Iterable[str] | None = None) -> Iterator[str]:
-    """Yield one sentence for each of our flags that was given and lacks or contradicts something.
-
-    See `core.flags.conflicts`.
-    """
-    return conflicts(
-        given, {each.name for each in flags_of(RecipeConfig)} if names is None else names
-    )
 
 
 def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
@@ -790,8 +745,6 @@ def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
             continue
         if each.several:
             values[each.name] = tuple(sorted(set(value)))
-        elif each.kind is key_value:
-            values[each.name] = dict(value)
         elif each.nargs is not None and not isinstance(value, int):
             values[each.name] = (
                 value[0] if each.name == "force_image_size" and len(value) == 1 else tuple(value)
