@@ -160,7 +160,7 @@ class _Adapters:
 
 
 class _Loader:
-    """A loader that yields dicts for open_clip's loop, or tuples for our step; all else is the wrapped loader's."""
+    """A loader that yields dicts for open_clip's loop, or tuples for our step. All else is the wrapped loader's."""
 
     def __init__(self, loader: Any, *, as_dicts: bool) -> None:
         self._loader, self._as_dicts = loader, as_dicts

@@ -44,7 +44,7 @@ class Planned(Stopped):
 
 
 class StepTimer:
-    """Times the steps of a plan; the last one counts.
+    """Timer of a plan's steps, of which the last one counts.
 
     Attributes:
         wait_seconds: time in which the step waited for its K micro-batches.

@@ -247,7 +247,7 @@ class TrainingRun:
     def create_model(
         self, model_name: str, pretrained: str | None = None, **options: Any
     ) -> tuple[Any, Any, Any]:
-        """(name, pretrained, **options) -> model, training transform, evaluation transform."""
+        """Build the model and the transforms of training and evaluation, in place of open_clip's function."""
         if self.lock is None and self.args.rank == 0 and self.args.name is not None:
             # Without --name, main has made one up; a run that is started in the same second gets the same.
             self.lock = checkpointing.lock_folder(self.folder)

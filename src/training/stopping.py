@@ -75,7 +75,7 @@ def end_by_signals() -> None:
 
 
 class Preemption(StopSignals):
-    """SIGTERM, SIGUSR1, SIGHUP (a lost terminal) and Ctrl-C ask the run to stop; all ranks stop after the same step.
+    """Stop requests by SIGTERM, SIGUSR1, SIGHUP (a lost terminal) and Ctrl-C, after which all ranks stop at the same step.
 
     A scheduler does not signal all processes at the same time. If one rank stopped alone, the other ranks would wait for it in
     their next collective until the job is killed without a checkpoint.

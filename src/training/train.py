@@ -45,7 +45,10 @@ from training.stopping import Preemption, Stopped
 
 
 def _stock_loss(args: argparse.Namespace, model: torch.nn.Module | None) -> torch.nn.Module:
-    """Make open_clip's loss; since autumn 2026 `open_clip.create_loss` takes a type, and the training program its arguments."""
+    """Make open_clip's loss by its training program's own function.
+
+    Since autumn 2026 `open_clip.create_loss` takes a type, and another function the program's arguments.
+    """
     parameters = inspect.signature(open_clip.create_loss).parameters
     if "args" in parameters:
         return open_clip.create_loss(args, **({"model": model} if "model" in parameters else {}))
@@ -95,7 +98,7 @@ def captions(model: torch.nn.Module | None) -> bool:
 
 
 class Trainer:
-    """Trains an epoch, called like open_clip's `train_one_epoch`; keeps the `RecipeStep` between epochs.
+    """Trains an epoch, called like open_clip's `train_one_epoch`, and keeps the `RecipeStep` between epochs.
 
     Args:
         preemption: asked after every step whether the run is to stop.

@@ -63,7 +63,8 @@ def export_local_dir(
     licence: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Writes a training checkpoint as a folder that stock open_clip loads, offline and without this package:
+    """Write a training checkpoint as a folder that stock open_clip loads, offline and without this package.
+
     `open_clip.create_model_and_transforms("local-dir:FOLDER")` and `open_clip.get_tokenizer("local-dir:FOLDER")`.
 
     The folder is first written beside its destination. Stock open_clip loads it there; every tensor is compared with the
@@ -116,7 +117,7 @@ def write_local_dir(
     force: bool = False,
     extra_files: Mapping[str, bytes | str] | None = None,
 ) -> Path:
-    """Writes the folder of `export_local_dir` from weights under open_clip's names and a description of their model.
+    """Write the folder of `export_local_dir` from weights under open_clip's names and a description of their model.
 
     Args:
         origin: the weights' source, for messages.

@@ -48,7 +48,7 @@ MODEL_ENTRY = "model_config"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The configs from which stock open_clip rebuilds a model; the weights come beside them."""
+    """The configs from which stock open_clip rebuilds a model without its weights."""
 
     name: str
     model_cfg: dict[str, Any]

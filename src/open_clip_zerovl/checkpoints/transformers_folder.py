@@ -87,7 +87,7 @@ def export_transformers(
     licence: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Writes a checkpoint as a folder for transformers: `AutoModel.from_pretrained(FOLDER)` and `AutoProcessor`.
+    """Write a checkpoint as a folder for transformers: `AutoModel.from_pretrained(FOLDER)` and `AutoProcessor`.
 
     Args:
         source: as for `load_model`: `epoch_N.pt`, a folder that `zerovl export` wrote for open_clip, or

@@ -56,7 +56,7 @@ def open_clips(*names: str) -> tuple[Any, ...]:
 
 
 class Towers:
-    """Forward passes of a model; a tower in which nothing is trained is forwarded once per micro-batch, and not replayed.
+    """Forward passes of a model, where a tower in which nothing is trained runs once per micro-batch and is not replayed.
 
     open_clip's models take images or texts alone. In a step that skips a tower its micro-batches' first pass is two calls, with
     the images and with the texts, and the replay is a call without the input of the skipped tower. Parameters show which

@@ -76,7 +76,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 class ReplayCheck:
-    """Compares replayed with cached features, and scalars between micro-batches; the result is the same on every rank.
+    """Compares replayed with cached features, and scalars between micro-batches, with one result for all ranks.
 
     Differences stay on the device until `verdict`, so that no micro-batch waits for the GPU.
 

@@ -147,7 +147,7 @@ class DecoupledLoss(nn.Module):
 
 
 class _Columns(nn.Module):
-    """The model on the columns of a mini-batch; the embeddings of all columns but the first are concatenated."""
+    """The model on the columns of a mini-batch, with the embeddings of all columns but the first concatenated."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -220,7 +220,7 @@ class ContrastiveLoss(nn.Module):
 
 
 class SigmoidLoss(ContrastiveLoss):
-    """SigLIP's sigmoid loss (Zhai et al., ICCV 2023), exact over ranks, in row chunks; called like open_clip's `SigLipLoss`.
+    """SigLIP's sigmoid loss (Zhai et al., ICCV 2023), exact over ranks, in row chunks, called like open_clip's `SigLipLoss`.
 
     Each pair of an image and a text is a binary classification: softplus(-y (s <I_i, T_j> + b)), summed over the texts,
     averaged over the images of all ranks. As in `ContrastiveLoss` the value is the mean over ranks, the same on each, and the

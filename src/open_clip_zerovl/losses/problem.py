@@ -82,7 +82,7 @@ class Sigmoid:
 
 @dataclass
 class Report:
-    """Losses of all ranks' samples in the last call, for a log; tensors on the device, without graph.
+    """Losses of all ranks' samples in the last call, for a log, as tensors on the device without graph.
 
     Attributes:
         pair_losses: (N,) of each pair: the mean of its image's and its text's loss. Their mean is the loss.
@@ -94,7 +94,7 @@ class Report:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Computes value and gradient together in the forward pass; the backward pass only scales the gradient."""
+    """A loss whose forward pass computes value and gradient, which the backward pass only scales."""
 
     @staticmethod
     def forward(

@@ -113,7 +113,7 @@ class LastTokenPooler(nn.Module):
 
 
 class TowerModel(AutoModel):
-    """transformers' AutoModel as open_clip calls it; towers of TEXT_TOWERS get the settings that exact training needs.
+    """transformers' AutoModel as open_clip calls it, with the settings that exact training needs for towers of TEXT_TOWERS.
 
     - No `add_pooling_layer`: they have no pooler.
     - torch's own attention: with another package for it, ModernBERT takes the padding out of a batch, for which the host waits

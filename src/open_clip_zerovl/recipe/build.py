@@ -68,7 +68,7 @@ _NOT_OF_TEXT = OF_FILES | {
 
 @dataclass(frozen=True)
 class InitReport:
-    """Result of `init_from`; `str()` makes a table of it.
+    """Result of `init_from`, of which `str()` makes a table.
 
     Attributes:
         tensors: group -> number of its tensors in the model.

@@ -188,7 +188,7 @@ def loss_inputs_of(micro_batches: Sequence[MicroBatch]) -> dict[str, Any]:
 
 
 class RecipeStep:
-    """Takes optimizer steps of one model; keeps the state of `DecoupledGradientAccumulation` between them.
+    """Takes optimizer steps of one model, with one `DecoupledGradientAccumulation` for all of them.
 
     Args:
         model: plain, compiled or in DistributedDataParallel, on its device and in training mode.
