@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import open_clip_train.params as host_params
 
@@ -42,22 +42,6 @@ from open_clip_zerovl.recipe.flags import SECTIONS, AllFlags, RecipeConfig, valu
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags of open_clip that do not work with the recipe
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class Later(NamedTuple):
-    """Flags of open_clip 4 alone that a part of the recipe would ignore.
-
-    Attributes:
-        flags: in their written form; a flag counts as given if its value is not its default.
-        recipe: the part of the recipe in the sentence.
-        when: whether that part was asked for.
-        advice: the reason and the remedy.
-    """
-
-    flags: str
-    recipe: str
-    when: Callable[[AllFlags], bool]
-    advice: str
 
 
 THE_RECIPE = "the recipe's flags"
@@ -156,26 +140,27 @@ REFUSALS = (
         lambda f: f.dataset_type not in ("auto", "webdataset") and f.mixture, "sources are webdataset shards",
     ),
 )  # fmt: skip
+# Of open_clip 4 alone: one of these flags, if it is not at its default, would be ignored by a part of the recipe.
 LATER = (
-    Later(
+    _refusal(
         "--pretrained-audio --audio-zeroshot-dataset", THE_RECIPE, lambda f: f.active,
         "it is for models of sounds; leave it out",
     ),
-    Later(
+    _refusal(
         "--fsdp --use-naflex --force-naflex-vision --force-naflex-patch-interp", THE_STEP, lambda f: f.own_step,
         "it takes a model as it is, in DistributedDataParallel; leave it out",
     ),
-    Later(
+    _refusal(
         "--caption-z-loss-weight --caption-loss-compute-dtype --caption-loss-chunk-size --text-attention-mask", THE_STEP,
         lambda f: f.own_step, "it is a setting of open_clip's own caption loss; leave it out",
     ),
-    Later("--fsdp", "--lora", lambda f: f.lora is not None, "it shards a model of one precision; leave it out"),
-    Later(
+    _refusal("--fsdp", "--lora", lambda f: f.lora is not None, "it shards a model of one precision; leave it out"),
+    _refusal(
         "--image-key --text-key --json-text-key --json-text-key-probs --max-image-pixels --length-bucketing "
         "--naflex-max-text-tokens", "named sources", lambda f: f.mixture,
         "they read shards in their own way (docs/data.md); leave it out, or give --train-data without names",
     ),
-    Later(
+    _refusal(
         "--opt-kwargs --opt-fallback-list --text-layer-decay --image-layer-decay --audio-layer-decay --wd-exclude",
         "--no-embedding-decay, --lr-image, --lr-text, --lr-head or --layer-decay",
         lambda f: f.no_embedding_decay or f.own_rates, "each makes its own groups of parameters; give one of them",
@@ -225,11 +210,11 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
                 f"{refusal.other.format_map(words)} does not work with {refusal.flag}: {refusal.advice}"
             )
     for later in LATER:
-        for option in later.flags.split() if later.when(given) else ():
+        for option in later.other.split() if later.when(given) else ():
             # None: this release has no such flag
             action = parser._option_string_actions.get(option)
             if action is not None and getattr(args, action.dest) != action.default:
-                raise UserError(f"{option} does not work with {later.recipe}: {later.advice}")
+                raise UserError(f"{option} does not work with {later.flag}: {later.advice}")
     strategy = getattr(args, "torchcompile_strategy", "model")
     if given.own_step and args.torchcompile and strategy not in ("model", "blocks"):
         raise UserError(
