@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.checkpoints.loading import load_model
+from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.configs import register_model_file
@@ -28,6 +29,13 @@ TEXTS = torch.arange(1, 33).reshape(2, 16)
 def write(file: Path, config: object = CONFIG) -> Path:
     file.write_text(config if isinstance(config, str) else json.dumps(config))
     return file
+
+
+def with_config(checkpoint: Path, config: dict) -> Path:
+    """Write the entry by which training keeps the config in a checkpoint."""
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save({**content, MODEL_ENTRY: config}, checkpoint)
+    return checkpoint
 
 
 def test_a_file_is_registered_under_its_name(tmp_path):
@@ -48,7 +56,7 @@ def test_training_takes_the_file_in_place_of_a_name(tmp_path, monkeypatch):
         parse(words)
 
 
-def test_evaluation_and_export_find_the_runs_file_or_take_it(tmp_path, capsys):
+def test_evaluation_and_export_find_the_runs_config_or_take_a_file(tmp_path, capsys):
     """As in another process: the name is not registered there."""
     file = write(tmp_path / "own-run.json")
     register_model_file(file)
@@ -60,7 +68,7 @@ def test_evaluation_and_export_find_the_runs_file_or_take_it(tmp_path, capsys):
     write(tmp_path / "own-given.json")
     given = ["--model-config", str(tmp_path / "own-given.json")]
     assert main(["export", str(checkpoint), str(tmp_path / "given"), *given]) == 0
-    write(tmp_path / "own-found.json")
+    with_config(checkpoint, CONFIG)
     assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
     held = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["model_cfg"]
     assert held["vision_cfg"]["width"] == NATIVE_VISION["width"]
@@ -75,10 +83,8 @@ def test_two_runs_whose_files_have_one_name_keep_their_own_models(tmp_path):
     checkpoints, wanted = [], []
     for name, config in (("a", CONFIG), ("b", other)):
         model = random_model(register_model_file(write(tmp_path / f"heads-{name}.json", config)))
-        checkpoints.append(
-            write_run(tmp_path / name, model, {"model": "heads", "model_config": "heads.json"})
-        )
-        write(tmp_path / name / "heads.json", config)
+        params = {"model": "heads", "model_config": "heads.json"}
+        checkpoints.append(with_config(write_run(tmp_path / name, model, params), config))
         wanted.append(model.eval().encode_text(TEXTS))
     for checkpoint, embeddings in zip(
         [*checkpoints, checkpoints[0]], [*wanted, wanted[0]], strict=True
