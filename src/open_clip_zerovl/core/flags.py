@@ -7,7 +7,6 @@ dga_steps: int = flag(1, "K micro-batches make one effective batch", metavar="K"
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import keyword
 import types
@@ -127,13 +126,10 @@ def flag(default: Any, help: str = "", **declared: Any) -> Any:
     """Declare a flag as a field of a dataclass.
 
     Args:
-        default: the field's; `dict` is an empty one.
+        default: the field's.
         declared: further attributes of `Flag` in place of those that follow from the field's name and type.
     """
-    metadata = {"flag": {"help": help, **declared}}
-    if default is dict:
-        return field(default_factory=dict, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"flag": {"help": help, **declared}})
 
 
 def redeclared(section: type, name: str, default: Any) -> Any:
@@ -149,7 +145,7 @@ def flags_of(section: type) -> tuple[Flag, ...]:
         flag_of(
             each.name,
             hints[each.name],
-            {} if each.default is dataclasses.MISSING else each.default,
+            each.default,
             each.metadata["flag"],
         )
         for each in fields(section)
@@ -208,17 +204,6 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 to 1")
     return value
-
-
-def key_value(text: str) -> tuple[str, Any]:
-    """Split a word of open_clip's `--aug-cfg`: `scale=(0.6,1.0)` is ("scale", (0.6, 1.0)), other values are strings."""
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
