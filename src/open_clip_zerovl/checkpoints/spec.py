@@ -140,7 +140,7 @@ def _register_own(file: str, checkpoint: Path) -> str:
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder, Path(file).name)
             copy.write_text(json.dumps(config), encoding="utf-8")
-            register_model_file(copy, rename=True)
+            return register_model_file(copy, rename=True)
     return Path(file).stem
 
 
