@@ -4,6 +4,7 @@ import json
 import pickle
 import sys
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -16,7 +17,7 @@ from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms
 from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
-from open_clip_zerovl.models.tower_weights import _read_tower_file
+from open_clip_zerovl.models.tower_weights import _read_tower_file, load_pickled
 from support.tiny_clip import (
     NATIVE_VISION,
     bert_text,
@@ -202,3 +203,22 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
     assert main(command) == 2
     assert "Unsupported global" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32, np.float64, np.bool_])
+@pytest.mark.parametrize("name", ["numpy._core", "numpy.core"])
+def test_numbers_of_numpy_are_loaded(tmp_path, kind, name):
+    """As open_clip before 3 wrote them; NumPy 1 had another name for their maker."""
+    torch.save({"epoch": kind(1), "state_dict": {"w": torch.ones(2)}}, tmp_path / "new.pt")
+    content = (tmp_path / "new.pt").read_bytes()
+    if name == "numpy.core":
+        torch.save(
+            {"epoch": kind(1), "state_dict": {"w": torch.ones(2)}},
+            tmp_path / "new.pt",
+            _use_new_zipfile_serialization=False,
+        )
+        content = (tmp_path / "new.pt").read_bytes()
+        content = content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+    (tmp_path / "new.pt").write_bytes(content)
+    loaded = load_pickled(tmp_path / "new.pt")
+    assert loaded["epoch"] == 1 and torch.equal(loaded["state_dict"]["w"], torch.ones(2))

@@ -1,5 +1,6 @@
 """Replacements in open_clip's main: a line of releases whose names and signatures are known, each really used."""
 
+from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,7 @@ from packaging.requirements import Requirement
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.releases import INSTALL, OPENCLIP_V3, OPENCLIP_V4, line_here, line_of
+from open_clip_zerovl.models.build import check_model
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
 from training import hooks, model, openclip_v3, openclip_v4, run
@@ -188,3 +190,37 @@ def test_what_is_replaced_is_put_back():
         raise ZeroDivisionError
     assert host.get_data is before
     assert line in hooks.TABLES.values()
+
+
+@pytest.mark.line("4", reason="these flags are of open_clip 4")
+def test_without_flags_of_ours_all_of_its_own_are_taken():
+    line = "--train-data x.tar --fsdp --use-naflex --image-key png --wd-exclude *.bias --opt nadamw --torchcompile"
+    args, config = parse(
+        [*line.split(), "--model", "CLAP-HTSAT-tiny", "--dataset-type", "webdataset-audio"]
+    )
+    assert args.fsdp and args.torchcompile_strategy == "task" and not config.active
+    check_model("CLAP-HTSAT-tiny")
+
+
+def filled(newest: str | None):
+    """The line's names with a run and a main that only name their caller."""
+    stock = {name: lambda *_, name=name, **__: f"open_clip's {name}" for name in openclip_v4.NAMES}
+    stock["get_latest_checkpoint"] = lambda path, remote: newest
+    run = SimpleNamespace(
+        args=Namespace(model="m"), model_name="m", own_step=True, own_schedule=False, own_adamw=False,
+        create_model=None, newest_checkpoint=lambda path, remote: f"ours of {path}",
+    )  # fmt: skip
+    return openclip_v4.filled(run, SimpleNamespace(**stock))
+
+
+def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path):
+    folder = tmp_path / "epoch_2"
+    folder.mkdir()
+    (tmp_path / "epoch_3.pt").touch()
+    for newest, found in (
+        (str(folder), str(folder)),
+        (str(tmp_path / "epoch_3.pt"), "ours of x"),
+        (None, "ours of x"),
+    ):
+        assert filled(newest)["get_latest_checkpoint"]("x", remote=False) == found
+    assert filled(str(folder))["get_latest_checkpoint"]("x", remote=True) == "ours of x"
