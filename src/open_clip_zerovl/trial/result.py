@@ -80,12 +80,12 @@ class Row:
 
     @property
     def verdict(self) -> Verdict:
-        """Sign and size of the difference."""
+        """Decide sign and size of the difference."""
         return Verdict(OPEN, OPEN) if self.near_chance else verdict(self.estimate, self.margin)
 
     @property
     def cells(self) -> list[str]:
-        """Cells below HEADER."""
+        """Fill the cells below HEADER."""
         mean, low, high, _ = self.estimate
         between = "" if self.estimate.interval is None else f"{low:+.2f} to {high:+.2f}"
         difference = f"{mean:+.2f}" if self.differences else "-"
@@ -135,7 +135,7 @@ class TrialResult:
 
     @property
     def measures(self) -> list[str]:
-        """All measures; the first decides."""
+        """List all measures, of which the first decides."""
         return list(self.start["scores"])
 
     def confidence(self, comparisons: int, look: int | None = None) -> float:
@@ -144,7 +144,7 @@ class TrialResult:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """For each measure a row an arm."""
+        """Compare each arm with the first in each measure."""
         first, *others = self.arms
         return [
             Row.from_records(
@@ -156,23 +156,23 @@ class TrialResult:
 
     @property
     def deciding(self) -> list[Row]:
-        """The rows of the measure that decides."""
+        """Return the rows of the measure that decides."""
         return self.rows[: len(self.arms) - 1]
 
     @property
     def learned(self) -> bool:
-        """True if an arm is above chance."""
+        """Return whether an arm is above chance."""
         return any(is_above_chance(self.runs(arm), self.measures[0]) for arm in self.arms)
 
     @property
     def winner(self) -> str:
-        """The arm with the largest sure gain; the first arm where none gains."""
+        """Find the arm with the largest sure gain, the first arm where none gains."""
         gains = {row.estimate.mean: row.of for row in self.deciding if row.verdict.sign == HIGHER}
         return gains[max(gains)] if gains else self.arms[0]
 
     @property
     def gain(self) -> Row:
-        """The winner compared with the model before training; holds for whichever arm wins."""
+        """Compare the winner with the model before training, at a confidence that holds for whichever arm wins."""
         start = [{**self.start, "arm": START, "seed": run["seed"]} for run in self.records]
         records, confidence = [*self.records, *start], self.confidence(len(self.arms))
         return Row.from_records(
@@ -181,7 +181,7 @@ class TrialResult:
 
     @property
     def sentences(self) -> list[str]:
-        """The verdicts; one sentence without them if no arm learned anything."""
+        """Say the verdicts, or in one sentence that no arm learned anything."""
         if not self.learned:
             samples = max(run["samples"] for run in self.records)
             return [f"No arm learned anything in {samples:,} samples: give more --minutes."]
@@ -217,12 +217,12 @@ class TrialResult:
 
     @property
     def header(self) -> list[str]:
-        """Columns of `means`."""
+        """Name the columns of `means`."""
         return ["mean over seeds", *self._levels, *self.arms]
 
     @property
     def _levels(self) -> dict[str, str]:
-        """Column -> entry of the start model's record."""
+        """Map columns to entries of the start model's record."""
         classes = {"commonest class": "commonest"} if self.start["commonest"] else {}
         return {"chance": "chance", **classes, START: "scores"}
 
@@ -253,7 +253,7 @@ class TrialResult:
         return [*first, *([*row.cells[:-2], "", ""] for row in self.rows[len(first) :])]
 
     def table(self) -> str:
-        """Means, differences and verdicts for a terminal."""
+        """Write means, differences and verdicts for a terminal."""
         tables = [text_table(self.header, self.means())]
         if self.learned:
             tables.append(text_table(Row.HEADER, self.differences(), left=2))

@@ -323,7 +323,7 @@ def _halves(scored: ScoredSet, folder: Path) -> tuple[ScoredSet, ScoredSet]:
 
 
 class Trial:
-    """A trial whose inputs are ready; see `run_trial`.
+    """A trial whose inputs are ready (see `run_trial`).
 
     Attributes:
         flags_of: arm -> its training flags.
@@ -357,7 +357,7 @@ class Trial:
         self.done, self.begin = 0, time.monotonic()  # runs of this call
 
     def _methods(self, names: Sequence[str]) -> dict[str, Settings]:
-        """Training flags of the arms of ARMS."""
+        """Choose the training flags of the arms of ARMS."""
         micro, sizes = self.request.micro_batch * self.ranks, self.inputs.sizes
         smallest, several = min(sizes.values()), len(sizes) > 1
         batch = self.request.effective_batch or min(DEFAULT_BATCH, smallest // 4 // micro * micro)
@@ -455,7 +455,7 @@ class Trial:
 
     @cached_property
     def looks(self) -> list[dict[str, Any]]:
-        """What this call and the earlier ones whose table was seen were asked for."""
+        """List what this call and the earlier ones whose table was seen were asked for."""
         file, asked = self.request.out / RESULT, self.request
         earlier = json.loads(file.read_text(encoding="utf-8"))["looks"] if file.is_file() else []
         now = {"--seeds": asked.seeds, "--rates": [*asked.rates], "--margin": asked.margin}
@@ -485,7 +485,7 @@ class Trial:
 
     @cached_property
     def samples(self) -> dict[str, int]:
-        """Arm -> samples of a run; decided by the first call, so that later runs have the same length.
+        """Count the samples of a run of each arm, once, so that later runs have the same length.
 
         Raises:
             UserError: --minutes are too few.
@@ -519,7 +519,7 @@ class Trial:
 
     @cached_property
     def by_source(self) -> bool:
-        """True if a batch of some arm comes from one source."""
+        """Return whether a batch of some arm comes from one source."""
         return any(
             "debiased-sampling" in flags or flags.get("sampling") in ("debiased", "sequential")
             for flags in (self._flags(arm, 0.0) for arm in self.arms)
@@ -527,7 +527,7 @@ class Trial:
 
     @property
     def _runs(self) -> int:
-        """Runs of the whole trial, as far as they are known before the pilots."""
+        """Count the runs of the whole trial, as far as they are known before the pilots."""
         rates = self.request.rates
         return len(self.arms) * (len(rates) * (len(rates) > 1) + self.request.seeds)
 
@@ -629,7 +629,7 @@ class Trial:
         return self.request.out / "runs" / name
 
     def _flags(self, arm: str, rate: float) -> Settings:
-        """Training flags of an arm, but for the length of its run."""
+        """Choose the training flags of an arm, but for the length of its run."""
         on_gpu = self.request.start.device != "cpu" and visible_gpus() > 0
         return {
             "model": self.inputs.model,
