@@ -218,9 +218,7 @@ def test_a_finished_call_goes_on_with_more_patience(tmp_path):
     checkpoints.mkdir(parents=True)
 
     def finished(patience: int) -> bool:
-        return (
-            _finished(request, NO_DATA, Training(tmp_path, [], 1, 3, patience, ("a",))) is not None
-        )
+        return _finished(request, NO_DATA, Training(tmp_path, [], 1, 3, patience, ("a",)))
 
     def scored(*rows: float) -> None:
         lines = [

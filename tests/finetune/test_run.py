@@ -30,10 +30,10 @@ from open_clip_zerovl.finetune.data import DataArguments, open_sources
 from open_clip_zerovl.finetune.finetuning import (
     SETTINGS,
     _announce,
-    _before,
     _facts,
     _halved,
     _training,
+    starting_folder,
 )
 from open_clip_zerovl.finetune.proposal import Facts, Setting, choose_settings
 from open_clip_zerovl.finetune.request import (
@@ -415,10 +415,12 @@ def test_a_tag_of_open_clip_becomes_a_folder_to_start_from(tmp_path, monkeypatch
     monkeypatch.setattr(
         "open_clip.factory.download_pretrained", lambda *_, **__: str(tmp_path / "weights.pt")
     )
-    request = FinetuneRequest(Encoder(f"{name}/mine", device="cpu"), "x=/data", tmp_path / "out")
+    start = Encoder(f"{name}/mine", device="cpu"), tmp_path / "before"
     said: list[str] = []
-    folder = _before(request, said.append)
-    assert _before(request, said.append) == folder and len(said) == 1  # a second call finds it
+    folder = starting_folder(*start, said.append)
+    assert (
+        starting_folder(*start, said.append) == folder and len(said) == 1
+    )  # a second call finds it
     found, _, _ = open_clip.create_model_and_transforms(folder)
     assert tuple(found.visual.preprocess_cfg["mean"]) == (0.5,) * 3
     picture, text = torch.randn(1, 3, 32, 32), torch.arange(32)[None]

@@ -8,7 +8,7 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.finetune import training as module
-from open_clip_zerovl.finetune.training import Training, gave_up, train
+from open_clip_zerovl.finetune.training import Training, train
 
 # Stands for the training program: an epoch's scores are written, then its checkpoint; SIGTERM ends it as preemption does.
 PROGRAM = """
@@ -110,5 +110,6 @@ def test_a_failed_training_says_its_last_words(run):
         ({1: 5, 9: 1}, 0, False),
     ],
 )
-def test_patience(scores, patience, expected):
-    assert gave_up(scores, patience) is expected
+def test_patience(tmp_path, monkeypatch, scores, patience, expected):
+    monkeypatch.setattr(Training, "scores", lambda training: scores)
+    assert Training(tmp_path, (), 1, 9, patience, ("a",)).gave_up() is expected

@@ -111,12 +111,12 @@ class Pairing:
 
     @property
     def name(self) -> str:
-        """Both encoders."""
+        """Join the names of both encoders."""
         return " + ".join(self.names)
 
     @property
     def rsum(self) -> float:
-        """Held-out RSUM of the best seed."""
+        """Return the held-out RSUM of the best seed."""
         return self.outcome.metrics["rsum"]
 
     def measure(self) -> Measure:
@@ -198,7 +198,7 @@ def run_align(
 
 
 class Alignment:
-    """A call of `zerovl align`; see `run_align`.
+    """A call of `zerovl align` (see `run_align`).
 
     Attributes:
         stores: tower number -> its stored features.
@@ -434,7 +434,11 @@ class Alignment:
         return Pairing(image, text, names, task, recipe, best, scores, seconds, of_sources, top1)
 
     def _of_sources(self, heads: Heads, task: Task) -> dict[str, dict[str, float]]:
-        """Metrics of the held-out pictures of each source, or held-out set, alone; {} for one."""
+        """Compute the metrics of the held-out pictures of each source, or held-out set, alone.
+
+        Returns:
+            {} for one.
+        """
         held = task.pairs.held_out
         source_of = np.searchsorted(self.sources.begins, held.images, side="right") - 1
         numbers = np.unique(source_of).tolist()
@@ -515,9 +519,12 @@ class Alignment:
         )
 
     def _gallery(self, best: Pairing) -> dict[str, Any] | None:
-        """Hits and misses among the held-out pairs by the stored features, for the page; None for shards on a server.
+        """Find hits and misses among the held-out pairs by the stored features, for the page.
 
         Only their captions, and the pictures that are shown, are read again.
+
+        Returns:
+            None for shards on a server.
         """
         sources, held = self.sources, best.task.pairs.held_out
         if any(local_path(shard) is None for source in sources.opened for shard in source.shards):

@@ -176,7 +176,11 @@ def open_tower(
 
 
 def _form_of_path(path: Path) -> str | None:
-    """How a folder or file of another library is given; None for open_clip's."""
+    """Write how a folder or file of another library is given.
+
+    Returns:
+        None for open_clip's.
+    """
     if path.suffix in (".pth", ".safetensors") and path.is_file():
         return f"timm:NAME,{path} with timm's name of the network"
     config = path / "config.json"
@@ -327,10 +331,13 @@ def _hf_text(name: str, source: str, context_length: int | None) -> Tower:
 
 
 def _with_padding(text: Any, name: str, source: str) -> TemporaryDirectory[str] | None:
-    """Config and tokenizer of a tower that pads after a text, with a token of its own; None for those of `source`.
+    """Write config and tokenizer of a tower that pads after a text, with a token of its own.
 
     open_clip's towers take for padding each token with the number of the config's. Decoders have none, or end their texts with
     it, and some tokenizers pad before the text, where learned positions would be shifted.
+
+    Returns:
+        None where those of `source` do.
     """
     from transformers import AutoTokenizer
 
@@ -395,7 +402,7 @@ def _refuse_unread(name: str, source: str) -> None:
 
 
 def _sentence_transformer(source: str) -> tuple[str | None, int]:
-    """Pooling (None: not named) and longest text of a model, by the configs of sentence-transformers and of its tokenizer."""
+    """Read pooling (None: not named) and longest text from the configs of sentence-transformers and of the tokenizer."""
     pooling = _config(source, "1_Pooling/config.json")
     prefix, older = "pooling_mode_", {"cls_token": "cls", "mean_tokens": "mean"}
     modes = [
@@ -415,7 +422,7 @@ def _sentence_transformer(source: str) -> tuple[str | None, int]:
 
 
 def _config(source: str, file: str) -> dict[str, Any]:
-    """A JSON file of a model's folder or of the hub; {} if it has none."""
+    """Read a JSON file of a model's folder or of the hub, {} if it has none."""
     from transformers.utils import cached_file
 
     quiet = {

@@ -32,7 +32,11 @@ TOLERANCE = 1e-4  # of an embedding's entries: exported model and heads on featu
 
 
 def check_together(image: Tower, text: Tower) -> None:
-    """Raise a UserError if no folder can hold both towers with these heads."""
+    """Check that a folder can hold both towers with heads.
+
+    Raises:
+        UserError: it cannot.
+    """
     if image.kind == "vision":
         try:
             if text.kind != "hf":
@@ -136,7 +140,11 @@ def _in_memory(image: Tower, text: Tower, heads: Heads, scales: tuple[float, flo
 def _verify(
     folder: Path, image: Tower, text: Tower, heads: Heads, scales: tuple[float, float]
 ) -> None:
-    """Raise a UserError if the folder's model embeds a picture or some texts differently from towers and heads."""
+    """Check that the folder's model embeds a picture and some texts as towers and heads do.
+
+    Raises:
+        UserError: it does not.
+    """
     model, _, tokenizer = load_model(folder)
     pixels = torch.rand(2, 3, *image.size, generator=torch.Generator().manual_seed(0))
     tokens = tokenizer(PROBE_TEXTS)

@@ -305,7 +305,7 @@ def shared_ids(stores: Sequence[FeatureStore]) -> np.ndarray:
 
 
 class Features:
-    """Stored features on a device where they fit, else mapped; `features[index]` are float32 on the device.
+    """Stored features on a device where they fit, else mapped, which an index reads as float32 on the device.
 
     Args:
         scale: by which all rows are multiplied.

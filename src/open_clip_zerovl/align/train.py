@@ -102,7 +102,7 @@ def default_epochs(samples: int, batch_size: int) -> int:
 
 
 def chunk_rows(batch_size: int, device: torch.device) -> int | None:
-    """Rows of the logits that the loss makes at once: None, all, where half of the free memory holds them.
+    """Count the rows of the logits that the loss makes at once: None, all, where half of the free memory holds them.
 
     Logits in one chunk are made once, in several twice.
     """
@@ -312,7 +312,7 @@ def _embedded(head: Any, features: Features, rows: np.ndarray, device: torch.dev
 def held_out_embeddings(
     heads: Heads, task: Task, held: HeldOut | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Held-out pictures (I, D) and captions (T, D) through the heads, of unit length, and each caption's picture (T,).
+    """Send held-out pictures (I, D) and captions (T, D) through the heads, with each caption's picture (T,).
 
     Args:
         held: some of the held-out pictures; None: all.
@@ -335,7 +335,14 @@ def _identity(task: Task, recipe: Recipe) -> str:
 def _resumed(
     folder: Path, task: Task, recipe: Recipe, heads: Heads, optimizer: torch.optim.Optimizer
 ) -> _State | None:
-    """The state of an earlier call with the same rows and recipe, loaded; None without one. UserError for a damaged file."""
+    """Load the state of an earlier call with the same rows and recipe.
+
+    Returns:
+        None without one.
+
+    Raises:
+        UserError: a damaged file.
+    """
     file = folder / "state.pt"
     if not file.is_file():
         return None

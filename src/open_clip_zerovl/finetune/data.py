@@ -53,7 +53,7 @@ class FinetuneData:
 
 
 def find_data(data: str, say: Say = logging.info) -> FinetuneData:
-    """Find the training sources that `--data` names, and the held-out sets that come with them; pack what is not shards.
+    """Find the training sources that `--data` names, packed where they are not shards, and the held-out sets beside them.
 
     Args:
         say: is called with a line about each source that is packed.
@@ -153,11 +153,11 @@ class DataArguments:
 
     @property
     def held_out(self) -> str:
-        """The held-out sets; "" where pictures are drawn."""
+        """Return the held-out sets, "" where pictures are drawn."""
         return self.retrieval.get(HELD_OUT_FLAG, "")
 
     def flags(self) -> dict[str, str]:
-        """Flag -> its data."""
+        """Map each flag to its data."""
         return {**self.sources, **self.retrieval, **self.labelled}
 
     def entries(self, flags: Iterable[str] | None = None) -> dict[str, str]:
@@ -182,7 +182,7 @@ class DataArguments:
         return digests
 
     def scored(self) -> dict[str, IndexedSet]:
-        """Open the sets of all flags: "FLAG NAME" -> pictures.
+        """Open the pictures of the sets of all flags by "FLAG NAME".
 
         Raises:
             UserError: a set that cannot be opened.
@@ -215,7 +215,7 @@ def _named_as(data: str, earlier: str | None) -> str:
 
 
 def _source_in(folder: Path) -> dict[str, Path]:
-    """Name -> place of the source that a folder is, or holds in `train/`; {} for none."""
+    """Find the source that a folder is, or holds in `train/`, as {name: place}."""
     for place in (folder, folder / "train"):
         if place.is_dir() and kind_of(str(place)).kind in ("shards", "table"):
             return {_name_of(folder): place}
@@ -233,22 +233,22 @@ def _name_of(path: Path | str) -> str:
 
 
 def open_sources(train_data: str) -> tuple[Source, ...]:
-    """The sources, a sample for each picture with all its captions. UserError as `parse_sources`."""
+    """Open sources with a sample for each picture, which has all its captions."""
     return parse_sources(train_data, captions=CAPTIONS)
 
 
 def all_classes(data: str) -> bool:
-    """True if all sets have classes, as `zerovl data pack` writes them: their pictures share captions, which caps RSUM."""
+    """Return whether all sets have classes, whose pictures share captions, which caps RSUM."""
     return all((place / CLASS_NAMES).is_file() for place in parse_retrieval_data(data).values())
 
 
 def sets_of(data: str) -> dict[str, IndexedSet]:
-    """The retrieval sets by name. UserError as `parse_retrieval_data` and `open_retrieval_set`."""
+    """Open retrieval sets by name."""
     return {name: open_retrieval_set(path) for name, path in parse_retrieval_data(data).items()}
 
 
 def labelled_sets(new: str, asked: str | None = None) -> dict[str, LabelledSet]:
-    """Open the sets of --zero-shot-data, else the held-out ones of class folders. UserError for a set that cannot be opened."""
+    """Open the sets of --zero-shot-data, else the held-out ones of class folders."""
     places = parse_retrieval_data(asked or new).items()
     return {
         name: open_labelled_set(str(at))

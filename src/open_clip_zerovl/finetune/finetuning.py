@@ -43,7 +43,6 @@ from open_clip_zerovl.finetune.proposal import (
     Setting,
     as_flags,
     choose_settings,
-    split_batch,
 )
 from open_clip_zerovl.finetune.request import (
     FinetuneRequest,
@@ -99,16 +98,14 @@ def run_finetune(request: FinetuneRequest, *, say: Say) -> Path:
     return out / "model"
 
 
-def _finished(
-    request: FinetuneRequest, arguments: pairs.DataArguments, training: Training
-) -> dict[str, Any] | None:
-    """The result of an earlier call; None if its training goes on (more --patience), or it has another curve."""
+def _finished(request: FinetuneRequest, arguments: pairs.DataArguments, training: Training) -> bool:
+    """Return whether an earlier call has the result, of a training that does not go on (more --patience) and the same curve."""
     result = read_claim(request.out / RESULT)
     scores = {str(epoch): score for epoch, score in training.scores().items()}
     if result is None or not training.is_over() or result["epochs"] != scores:
-        return None
+        return False
     other_curve = difference(result["curve"]["asked"], request.of_curve(arguments))
-    return None if other_curve or not (request.out / "model").is_dir() else result
+    return other_curve is None and (request.out / "model").is_dir()
 
 
 def _same_request(request: FinetuneRequest, say: Say) -> pairs.DataArguments:
@@ -125,7 +122,7 @@ def _same_request(request: FinetuneRequest, say: Say) -> pairs.DataArguments:
     model = digest_of_model(request.start) or (read_claim(file) or {}).get(MODEL)
 
     def untrained(stored: dict[str, Any]) -> bool:
-        """The call ended with a mistake, and this one is perhaps its correction: its files are made anew."""
+        """Remove the files of a call that ended with a mistake, whose correction is perhaps this one."""
         if (request.out / "run").exists():
             return False
         for made in ("data", "before"):
@@ -155,13 +152,8 @@ def _prepare(request: FinetuneRequest, arguments: pairs.DataArguments, say: Say)
         request, split.train_data, split.sources.get("--keep-data")
     )
     notes = [*split.notes, *keeping_notes(request, sources, factors)]
-    before = _before(request, say)
+    before = starting_folder(request.start, request.out / "before", say)
     return Prepared(arguments, before, train_data, split, sources, tuple(notes), factors)
-
-
-def _before(request: FinetuneRequest, say: Say) -> str:
-    """Return the model to start from as `local-dir:FOLDER`."""
-    return starting_folder(request.start, request.out / "before", say)
 
 
 def starting_folder(start: Encoder, out: Path, say: Say) -> str:
@@ -194,8 +186,6 @@ def _settings(request: FinetuneRequest, prepared: Prepared) -> tuple[list[Settin
         return [Setting(**each) for each in stored["settings"]], stored["ranks"]
     facts = _facts(request, prepared)
     chosen = choose_settings(facts, request.given)
-    batch = int(next(each.value for each in chosen if each.flag == "effective-batch") or 0)
-    chosen[1:1] = split_batch(batch, facts, request.given)
     content = {"ranks": facts.ranks, "settings": [asdict(each) for each in chosen]}
     write_atomically(file, json.dumps(content, indent=2) + "\n")
     return chosen, facts.ranks
@@ -273,8 +263,8 @@ def _fixed_flags(request: FinetuneRequest, prepared: Prepared) -> Settings:
         "model": prepared.before,
         "train-data": prepared.train_data,
         "train-data-upsampling-factors": prepared.factors,
-        "retrieval-data": prepared.new,
-        **({"zero-shot-data": prepared.new} if pairs.all_classes(prepared.new) else {}),
+        "retrieval-data": prepared.split.new,
+        **({"zero-shot-data": prepared.split.new} if pairs.all_classes(prepared.split.new) else {}),
         "seed": str(request.seed),
         "save-frequency": "1",
         "log-every-n-steps": "10",
@@ -292,8 +282,8 @@ def _training(
         ranks,
         int(flags["epochs"] or 0),
         request.patience,
-        tuple(pairs.sets_of(prepared.new)),
-        "top1" if flags.get("zero-shot-data") == prepared.new else "rsum",
+        tuple(pairs.sets_of(prepared.split.new)),
+        "top1" if flags.get("zero-shot-data") == prepared.split.new else "rsum",
     )
 
 
@@ -308,13 +298,13 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
             f"note: {cut:,} of {looked:,} sampled captions are longer than the model's {length} tokens (the longest has "
             f"{longest}) and are cut; say first what matters most in a caption"
         )
-    for name, dataset in pairs.sets_of(prepared.new).items():
+    for name, dataset in pairs.sets_of(prepared.split.new).items():
         texts = [
             sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples
         ]
         images = [number for number, captions in enumerate(texts) for _ in captions]
         best = recall_bounds([text for captions in texts for text in captions], images)["rsum_best"]
-        if pairs.all_classes(prepared.new):
+        if pairs.all_classes(prepared.split.new):
             say(
                 f"note: {name}: pictures of a class share captions, so zero-shot top-1 chooses epoch and weights, not RSUM"
             )

@@ -66,7 +66,7 @@ def write_outcome(
         workers=request.start.workers,
     )
     asked = CurveSettings(
-        prepared.new,
+        prepared.split.new,
         request.kept,
         alphas=tuple(request.alphas),
         rule=request.rule,
@@ -75,7 +75,7 @@ def write_outcome(
     say(f"weights between before and epoch {epoch}, the best:")
     ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
     classes: dict[str, Any] = {}
-    for sets in (prepared.new, request.kept) if pairs.all_classes(prepared.new) else ():
+    for sets in (prepared.split.new, request.kept) if pairs.all_classes(prepared.split.new) else ():
         classes |= labelled_sets(sets) if sets and pairs.all_classes(sets) else {}
     curve = score_curve(ends, scorer, asked, classes=classes, say=say)
     split = prepared.split
@@ -83,7 +83,7 @@ def write_outcome(
         ends, curve.chosen.alpha, out / "model", curve=curve, trained=split.trained, force=True
     )
     shown: list[GallerySet] = []
-    for name, dataset in pairs.sets_of(prepared.new).items():
+    for name, dataset in pairs.sets_of(prepared.split.new).items():
         for label, point in (("before", curve.points[0]), ("chosen", curve.chosen)):
             loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
             scored = score_set(loaded, f"{name}, {label}", dataset, asked.retrieval, encoder=scorer)
@@ -92,7 +92,7 @@ def write_outcome(
     accuracies = zero_shot_accuracies(request, prepared, curve, ends, scorer)
     write_gallery(out / "gallery.html", shown, model="before and after fine-tuning")
     notes = [*prepared.notes, *_reading_notes(curve), *zero_shot_sentences(accuracies)]
-    if curve.chosen.alpha and not pairs.all_classes(prepared.new):
+    if curve.chosen.alpha and not pairs.all_classes(prepared.split.new):
         notes += recall_verdicts(shown)
     facts = [f"From {request.start.model} on {request.data}.", *notes]
     scores = {0: curve.points[0].mean_score(training.sets), **training.scores()}
@@ -107,7 +107,7 @@ def write_outcome(
         "zero_shot": accuracies,
         "curve": {"asked": request.of_curve(prepared.arguments), **curve.as_dict()},
         "model": str(model),
-        "table": f"{table}\n{next_command(model, prepared.new, request.kept)}",
+        "table": f"{table}\n{next_command(model, prepared.split.new, request.kept)}",
     }
     write_atomically(out / RESULT, json.dumps(content, indent=2) + "\n")
 
@@ -115,8 +115,8 @@ def write_outcome(
 def zero_shot_accuracies(
     request: FinetuneRequest, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Labelled set -> the names of `Curve.labelled` -> its accuracies; {} if no set is labelled."""
-    sets = labelled_sets(prepared.new, request.zero_shot_data)
+    """Score the points of `Curve.labelled` on each labelled set."""
+    sets = labelled_sets(prepared.split.new, request.zero_shot_data)
     accuracies: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
     by_alpha: dict[tuple[str, float], Mapping[str, Any]] = {}
     for label, point in curve.labelled.items() if sets else ():

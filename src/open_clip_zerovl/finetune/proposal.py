@@ -6,8 +6,9 @@ N  effective batch    B  micro-batch per rank    K  DGA steps    W  ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import CPU_MICRO_BATCH
@@ -20,7 +21,12 @@ SMALLEST_BATCH = 16
 FEWEST_SAMPLES = 2 * FEWEST_STEPS
 WARMUP_STEPS = 50  # 1 / (1 - beta2) of AdamW's second moment
 STEPS_BETWEEN_SAVES = 250
-MANY_SAMPLES, VERY_MANY_SAMPLES = 200_000, 2_000_000
+# Up to so many samples -> epochs, and why.
+EPOCHS = (
+    (200_000, 20, "FLYP's below 200 K samples, near ZeroVL's 14 to 18 passes (5.2)"),
+    (2_000_000, 10, "WiSE-FT's and FLYP's on 1.28 M samples"),
+    (math.inf, 5, "half of WiSE-FT's at 1.28 M: the samples are many"),
+)
 AS_ASKED = "as asked"
 FULL_LR = "what ZeroVL (5.2) and FLYP fine-tune with; pre-training's 1e-4 to 1e-3 erases more"
 LORA_LR = "of adapters, which begin at zero: ten times that of whole weights"
@@ -86,7 +92,7 @@ class Setting:
 
 
 def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
-    """Choose all settings except the split of the batch (`split_batch`).
+    """Choose all settings.
 
     Args:
         given: flags that replace the choice; those that are not chosen here follow at the end.
@@ -108,18 +114,24 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
             f"fine-tuning needs at least {FEWEST_SAMPLES} samples, and the data has {facts.samples}; give more pairs"
         )
     batch, batch_reason = _effective_batch(facts, given)
-    epochs = _positive(given, "epochs") or _epochs(facts.samples)
+    size, steps, split = _split(batch, facts, given)
+    epochs, epochs_reason = next(rest for most, *rest in EPOCHS if facts.samples < most)
     steps_an_epoch = facts.samples // batch
-    steps = epochs * steps_an_epoch
-    share = min(0.2, max(0.025, WARMUP_STEPS / steps))
-    smallest = min(facts.sources.values())
-    debiased = len(facts.sources) > 1 and smallest >= batch
+    all_steps = (_number(given, "epochs", int) or epochs) * steps_an_epoch
+    share = min(0.2, max(0.025, WARMUP_STEPS / all_steps))
     lora = given.get("lora") is not None
     adamw = given.get("opt") in (None, "adamw")  # other optimizers have one rate
-    lr = _rate(given.get("lr") or (1e-4 if lora else 1e-5))
+    lr = _number(given, "lr", float) or (1e-4 if lora else 1e-5)
     chosen = [
         Setting("effective-batch", str(batch), batch_reason),
-        Setting("epochs", str(epochs), _epochs_reason(facts.samples)),
+        Setting(
+            "batch-size",
+            str(size),
+            "halved where a GPU's memory does not hold it" if facts.gpus else "enough for a CPU",
+        ),
+        Setting("dga-steps", str(steps), f"{split}: the gradient of the whole batch"),
+        Setting("dga-retain", "auto", "as many graphs as memory holds"),
+        Setting("epochs", str(epochs), f"{epochs_reason}; the best epoch is kept"),
         Setting("lr", f"{lr:g}", LORA_LR if lora else FULL_LR),
         *(
             [Setting("lr-head", "1e-05", "projections train whole, as in full fine-tuning")]
@@ -138,7 +150,7 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
         Setting(
             "warmup-share",
             f"{share:.3g}",
-            f"{share * steps:.0f} of {steps:,} steps; AdamW needs about {WARMUP_STEPS}",
+            f"{share * all_steps:.0f} of {all_steps:,} steps; AdamW needs about {WARMUP_STEPS}",
         ),
         Setting(
             "freeze",
@@ -162,57 +174,24 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
             "one-per-epoch",
             "a picture is shown once an epoch, so that it is not a negative of itself",
         ),
-        Setting("text-augment", *_text_augment(facts)),
-        Setting("sampling", *_sampling(facts, debiased, smallest, batch)),
+        Setting(
+            "text-augment",
+            "0.2" if facts.masks else None,
+            "words masked and deleted as in pre-training (2.2): captions repeat each epoch"
+            if facts.masks
+            else "the tokenizer has no mask token, so that pre-training has masked no words",
+        ),
+        Setting("sampling", *_sampling(facts, batch)),
         Setting("precision", *_precision(facts)),
         Setting("workers", *_workers(facts)),
         Setting("save-every-steps", *_save_every_steps(steps_an_epoch)),
     ]
-    names = {setting.flag for setting in chosen}
-    asked = [
-        Setting(setting.flag, given[setting.flag], AS_ASKED)
-        if setting.flag in given and setting.flag not in ("effective-batch",)
-        else setting
-        for setting in chosen
+    asked = {flag: value for flag, value in given.items() if flag != "effective-batch"}
+    replaced = [
+        Setting(each.flag, asked.pop(each.flag), AS_ASKED) if each.flag in asked else each
+        for each in chosen
     ]
-    more = [
-        Setting(flag, value, AS_ASKED)
-        for flag, value in given.items()
-        if flag not in names | {"batch-size", "dga-steps", "dga-retain"}
-    ]
-    return asked + more
-
-
-def split_batch(batch: int, facts: Facts, given: Settings) -> list[Setting]:
-    """Split an effective batch into micro-batch, DGA steps and graphs kept."""
-    share = max(1, batch // facts.ranks)
-    size = min(GPU_MICRO_BATCH if facts.gpus else CPU_MICRO_BATCH, share)
-    size = _positive(given, "batch-size") or size
-    steps = _positive(given, "dga-steps") or max(1, round(share / size))
-    where = "halved where a GPU's memory does not hold it" if facts.gpus else "enough for a CPU"
-    split = f"{size} x {steps}{f' x {facts.gpus} GPUs' if facts.gpus > 1 else ''} = {size * steps * facts.ranks}"
-    return [
-        Setting("batch-size", str(size), AS_ASKED if "batch-size" in given else where),
-        Setting(
-            "dga-steps",
-            str(steps),
-            AS_ASKED if "dga-steps" in given else f"{split}: the gradient of the whole batch",
-        ),
-        Setting(
-            "dga-retain",
-            given.get("dga-retain", "auto"),
-            AS_ASKED if "dga-retain" in given else "as many graphs as memory holds",
-        ),
-    ]
-
-
-def check_batch(batch: int, samples: int) -> None:
-    """UserError for an effective batch that the data does not fill."""
-    if batch > samples:
-        raise UserError(
-            f"an effective batch of {batch:,} is larger than the {samples:,} samples to train on, and an epoch would have no "
-            f"step; give --set effective-batch={_power_of_two(samples / FEWEST_STEPS)} or less"
-        )
+    return replaced + [Setting(flag, value, AS_ASKED) for flag, value in asked.items()]
 
 
 def as_flags(settings: Sequence[Setting]) -> Settings:
@@ -223,15 +202,25 @@ def as_flags(settings: Sequence[Setting]) -> Settings:
 
 
 def _effective_batch(facts: Facts, given: Settings) -> tuple[int, str]:
-    asked = _positive(given, "effective-batch")
-    size, steps = _positive(given, "batch-size"), _positive(given, "dga-steps")
+    """Choose the batch of a step, with its reason.
+
+    Raises:
+        UserError: a given batch that the data does not fill.
+    """
+    asked = _number(given, "effective-batch", int)
+    size, steps = _number(given, "batch-size", int), _number(given, "dga-steps", int)
     if asked is None and size is not None and steps is not None:
         asked = size * steps * facts.ranks
+    by_steps = _power_of_two(facts.samples / FEWEST_STEPS)
+    if asked is not None and asked > facts.samples:
+        raise UserError(
+            f"an effective batch of {asked:,} is larger than the {facts.samples:,} samples to train on, and an epoch would "
+            f"have no step; give --set effective-batch={by_steps} or less"
+        )
     if asked is not None:
-        check_batch(asked, facts.samples)
         return asked, AS_ASKED
     floor = min(SMALLEST_BATCH, _power_of_two(facts.samples / 2))
-    batch = max(floor, min(LARGEST_BATCH, _power_of_two(facts.samples / FEWEST_STEPS)))
+    batch = max(floor, min(LARGEST_BATCH, by_steps))
     if batch == LARGEST_BATCH:
         return batch, "ZeroVL's for fine-tuning (5.2); more negatives change little"
     if facts.samples // batch < FEWEST_STEPS:
@@ -242,25 +231,14 @@ def _effective_batch(facts: Facts, given: Settings) -> tuple[int, str]:
     )
 
 
-def _epochs(samples: int) -> int:
-    return 20 if samples < MANY_SAMPLES else 10 if samples < VERY_MANY_SAMPLES else 5
-
-
-def _epochs_reason(samples: int) -> str:
-    if samples < MANY_SAMPLES:
-        return "FLYP's below 200 K samples, near ZeroVL's 14 to 18 passes (5.2); the best epoch is kept"
-    if samples < VERY_MANY_SAMPLES:
-        return "WiSE-FT's and FLYP's on 1.28 M samples; the best epoch is kept"
-    return "half of WiSE-FT's at 1.28 M: the samples are many; the best epoch is kept"
-
-
-def _text_augment(facts: Facts) -> tuple[str | None, str]:
-    if facts.masks:
-        return (
-            "0.2",
-            "words masked and deleted as in pre-training (2.2): captions repeat each epoch",
-        )
-    return None, "the tokenizer has no mask token, so that pre-training has masked no words"
+def _split(batch: int, facts: Facts, given: Settings) -> tuple[int, int, str]:
+    """Split an effective batch into the micro-batch of a rank and DGA steps, also as a product in words."""
+    share = max(1, batch // facts.ranks)
+    size = min(GPU_MICRO_BATCH if facts.gpus else CPU_MICRO_BATCH, share)
+    size = _number(given, "batch-size", int) or size
+    steps = _number(given, "dga-steps", int) or max(1, round(share / size))
+    gpus = f" x {facts.gpus} GPUs" if facts.gpus > 1 else ""
+    return size, steps, f"{size} x {steps}{gpus} = {size * steps * facts.ranks}"
 
 
 def _save_every_steps(steps_an_epoch: int) -> tuple[str | None, str]:
@@ -269,12 +247,13 @@ def _save_every_steps(steps_an_epoch: int) -> tuple[str | None, str]:
     return None, f"an epoch has {steps_an_epoch} steps and ends with a checkpoint"
 
 
-def _sampling(facts: Facts, debiased: bool, smallest: int, batch: int) -> tuple[str, str]:
+def _sampling(facts: Facts, batch: int) -> tuple[str, str]:
+    smallest = min(facts.sources.values())
     if facts.old_share:
         return "random", f"each batch holds about {facts.old_share:.0%} of old pairs"
     if len(facts.sources) == 1:
         return "random", "there is one source"
-    if debiased:
+    if smallest >= batch:
         return "debiased", f"each batch from one of the {len(facts.sources)} sources (3.1)"
     return (
         "random",
@@ -301,25 +280,29 @@ def _workers(facts: Facts) -> tuple[str, str]:
     return str(count), f"loader processes a rank on {facts.cores} CPU cores"
 
 
-def _positive(given: Settings, flag: str) -> int | None:
-    """A given whole number of at least 1. UserError for another value."""
+def _number(given: Settings, flag: str, kind: Callable[[str], Any]) -> Any:
+    """Read a given number.
+
+    Args:
+        kind: `int` or `float`.
+
+    Returns:
+        None for a flag that is not given.
+
+    Raises:
+        UserError: no number above 0.
+    """
     text = given.get(flag)
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--set {flag}={text} must be a whole number of at least 1")
-    return int(text)
-
-
-def _rate(value: str | float) -> float:
-    """A learning rate. UserError for a text that is not a positive number."""
     try:
-        rate = float(value)
+        number = kind(text)
     except ValueError:
-        rate = 0.0
-    if not 0 < rate < math.inf:
-        raise UserError(f"--set lr={value} must be a number above 0, as 1e-5")
-    return rate
+        number = 0
+    if not 0 < number < math.inf:
+        word = "a whole number" if kind is int else "a number"
+        raise UserError(f"--set {flag}={text} must be {word} above 0")
+    return number
 
 
 def _power_of_two(value: float) -> int:

@@ -56,16 +56,16 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
 
     @property
     def share_kept(self) -> float:
-        """The share of --keep-data in an epoch."""
+        """Return the share of --keep-data in an epoch."""
         return KEEP_SHARE if self.keep_share is None else self.keep_share
 
     @property
     def captions(self) -> str | None:
-        """--captions of the training, which decides the samples of an epoch."""
+        """Return --captions of the training, which decides the samples of an epoch."""
         return self.given.get("captions", CAPTIONS)
 
     def of_training(self) -> dict[str, Any]:
-        """The arguments that decide the training; None for a flag that is not given."""
+        """Name the arguments that decide the training, with None for a flag that is not given."""
         flags = [(self.start, each) for each in flags_of(Encoder)] + [
             (self, each) for each in flags_of(FinetuneRequest)
         ]
@@ -189,11 +189,6 @@ class Prepared:
     notes: tuple[str, ...]
     factors: str | None = None
 
-    @property
-    def new(self) -> str:
-        """The held-out sets, for `--retrieval-data`."""
-        return self.split.new
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Old pairs beside the new ones: new (weight 1) + old (weight w), share = w * old / (new + w * old)
@@ -249,7 +244,7 @@ def with_old_pairs(
 def keeping_notes(
     request: FinetuneRequest, sources: Sequence[Source], factors: str | None
 ) -> list[str]:
-    """Say how many old pairs there are and what they cost; nothing without them."""
+    """Say how many old pairs there are and what they cost."""
     if factors is None:
         return []
     names = {part.partition("=")[0] for part in factors.split("::")}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -46,7 +45,6 @@ from open_clip_zerovl.finetune.data import (
     DataArguments,
     open_sources,
 )
-from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, write_shard
@@ -77,7 +75,7 @@ class Split:
 
     @property
     def train_data(self) -> str:
-        """The data of --data."""
+        """Return the data of --data."""
         return self.sources[DATA_FLAG]
 
 
@@ -219,7 +217,7 @@ def _write_rest(source: Source, left_out: np.ndarray, out: Path, say: Say) -> Pa
 def source_identities(
     sources: Sequence[Source], out: Path, say: Say = lambda line: None
 ) -> dict[str, Identities]:
-    """The identity of each sample's picture, source by source; 0 of a sample without a picture or a caption.
+    """Identify each sample's picture, source by source, with 0 where there is no picture or no caption.
 
     Raises:
         UserError: a shard or table that cannot be read.
@@ -228,7 +226,9 @@ def source_identities(
     for source in sources:
 
         def decoded(source: Source = source) -> Identities:
-            return _decoded(_contents(source), source.num_samples, source.name, say)
+            if source.num_samples >= _ANNOUNCED:
+                say(f"comparing the pictures of {source.name} ({source.num_samples:,} samples)")
+            return _decoded(_contents(source))
 
         identities[source.name] = _stored(content_of_source(source), out, decoded)
     return identities
@@ -262,7 +262,7 @@ def _stored(content: str, out: Path, decoded: Callable[[], Identities]) -> Ident
 
 
 def _contents(source: Source) -> Iterator[bytes | None]:
-    """The encoded picture of each sample; None of one without a picture or a caption."""
+    """Yield the encoded picture of each sample, None where there is no picture or no caption."""
     for shard, size in enumerate(source.sizes):
         count = 0
         for sample in islice(samples_of(source, shard), size):
@@ -271,7 +271,7 @@ def _contents(source: Source) -> Iterator[bytes | None]:
         yield from [None] * (size - count)
 
 
-def _decoded(contents: Iterator[bytes | None], count: int, name: str, say: Say) -> Identities:
+def _decoded(contents: Iterator[bytes | None]) -> Identities:
     """Identify encoded pictures: (n,)."""
 
     def identity(content: bytes | None) -> int:
@@ -281,13 +281,9 @@ def _decoded(contents: Iterator[bytes | None], count: int, name: str, say: Say) 
             return 0
 
     identities: list[int] = []
-    begin = time.monotonic()
     with ThreadPoolExecutor(usable_cores()) as pool:
         while block := list(islice(contents, _AT_ONCE)):
             identities += pool.map(identity, block)
-            if len(identities) == _AT_ONCE and count >= _ANNOUNCED:
-                left = (time.monotonic() - begin) * (count - _AT_ONCE) / _AT_ONCE
-                say(f"comparing the pictures of {name} ({count:,} samples), about {duration(left)}")
     return np.array(identities, dtype=np.int64)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class Training:
         return self.out / RUN / "checkpoints"
 
     def scores(self) -> dict[int, float]:
-        """Epoch -> mean score over the sets, of the epochs that have ended."""
+        """Read the mean score over the sets of each epoch that has ended."""
         file = self.checkpoints / "results.jsonl"
         mean_scores: dict[int, float] = {}
         # A line without its end is being written.
@@ -69,12 +69,16 @@ class Training:
         return mean_scores
 
     def saved(self) -> dict[int, Path]:
-        """Epoch -> its checkpoint, of those that are there."""
+        """Find the checkpoints of epochs."""
         files = self.checkpoints.glob("epoch_*.pt")
         return {int(match[1]): path for path in files if (match := _EPOCH.fullmatch(path.name))}
 
     def best(self) -> tuple[int, Path] | None:
-        """The epoch with the best score among those with a checkpoint, the earlier of two equal ones; None before the first."""
+        """Find the epoch with the best score among those with a checkpoint, the earlier of two equal ones.
+
+        Returns:
+            None before the first.
+        """
         scores, saved = self.scores(), self.saved()
         both = [epoch for epoch in saved if epoch in scores]
         if not both:
@@ -88,7 +92,11 @@ class Training:
 
     def gave_up(self) -> bool:
         """Return whether the last `patience` epochs brought no better score."""
-        return gave_up(self.scores(), self.patience)
+        scores = self.scores()
+        if not self.patience or not scores:
+            return False
+        best = max(scores, key=lambda epoch: (scores[epoch], -epoch))
+        return max(scores) - best >= self.patience
 
     def prune(self) -> None:
         """Delete all checkpoints of epochs but the best and the newest."""
@@ -96,14 +104,6 @@ class Training:
         for epoch, path in saved.items():
             if epoch != max(saved) and best is not None and epoch != best[0]:
                 path.unlink(missing_ok=True)
-
-
-def gave_up(scores: Mapping[int, float], patience: int) -> bool:
-    """Return whether the last `patience` epochs brought no better score."""
-    if not patience or not scores:
-        return False
-    best = max(scores, key=lambda epoch: (scores[epoch], -epoch))
-    return max(scores) - best >= patience
 
 
 def train(training: Training, say: Callable[[str], None]) -> tuple[int, Path]:
@@ -169,7 +169,11 @@ def _run(training: Training, say: Callable[[str], None]) -> None:
 
 
 def last_eta(log: Path, begin_bytes: int) -> str | None:
-    """The time left by the newest line of a training's log after its first `begin_bytes`; None if no line has one."""
+    """Read the time left from the newest line of a training's log after its first `begin_bytes`.
+
+    Returns:
+        None if no line has one.
+    """
     with open(log, "rb") as file:
         file.seek(max(begin_bytes, log.stat().st_size - _TAIL_BYTES))
         etas = _ETA.findall(file.read().decode("utf-8", errors="replace"))
