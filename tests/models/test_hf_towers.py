@@ -18,7 +18,6 @@ from open_clip_zerovl.data.words import WordAugment
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
 from open_clip_zerovl.recipe.gpu import without_gpu_syncs
 from open_clip_zerovl.recipe.step import sort_texts, text_padding
-from open_clip_zerovl.recipe.towers import lock_text_layers
 from support.hf_towers import small_model
 from support.tiny_clip import random_model, write_modernbert, write_xlm_roberta
 
@@ -30,17 +29,16 @@ class Tower(NamedTuple):
     start: int  # the first token of a text
     pad: int
     mask: str
-    last_layer: tuple[str, ...]  # trained where all layers but one are locked
     texts: list[str]
 
 
 TOWERS = [
     Tower(
-        "XLM-RoBERTa-base", "FacebookAI/xlm-roberta-base", write_xlm_roberta, 0, 1, "<mask>", ("encoder.layer.1.",),
+        "XLM-RoBERTa-base", "FacebookAI/xlm-roberta-base", write_xlm_roberta, 0, 1, "<mask>",
         ["a small red cat", "猫", "the big round house with a tree and the moon"],
     ),
     Tower(
-        "ModernBERT-base", "answerdotai/ModernBERT-base", write_modernbert, 1, 3, "[MASK]", ("layers.3.", "final_norm."),
+        "ModernBERT-base", "answerdotai/ModernBERT-base", write_modernbert, 1, 3, "[MASK]",
         ["a small red cat", "the sun", "the big round house with a tree and the moon of a red dog"],
     ),
 ]  # fmt: skip
@@ -126,15 +124,6 @@ def test_sorted_texts_are_cut_at_their_own_padding(tower, small):
     with torch.no_grad():
         features = torch.cat([model.encode_text(part) for part in cut])
         torch.testing.assert_close(features, model.encode_text(tokens)[order], rtol=0, atol=1e-5)
-
-
-def test_layers_are_locked_where_the_tower_has_them(tower, small):
-    model = random_model(small)
-    lock_text_layers(model, unlocked_layers=1)
-    trained = {
-        name for name, value in model.text.transformer.named_parameters() if value.requires_grad
-    }
-    assert trained and all(name.startswith(tower.last_layer) for name in trained)
 
 
 def test_words_are_masked_and_replaced_by_the_towers_own(tower, small):

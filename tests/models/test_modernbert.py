@@ -25,7 +25,6 @@ from open_clip_zerovl.models.text_towers import TEXT_TOWERS, TowerModel, registe
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.gpu import without_gpu_syncs
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
-from open_clip_zerovl.recipe.towers import lock_text_layers, open_clip_locks_layers
 from support import warm
 from support.dga_reference import error, gradients, one_graph
 from support.hf_towers import MixedByHand, micro_batches_of, small_model
@@ -180,16 +179,6 @@ def test_mixed_texts_are_exact(small, prepared_first):
 def test_the_compiled_part_of_its_tokenizer_is_found(small):
     tokenizer = open_clip.get_tokenizer(small)
     assert fast_tokenizer(tokenizer) is not tokenizer  # its compiled part gives the same tokens
-
-
-def test_the_norms_of_locked_layers_are_found_by_what_they_are(small):
-    model = random_model(small)
-    assert not open_clip_locks_layers(model) or hasattr(model.text, "layer_groups")
-    lock_text_layers(model, freeze_layer_norm=False)
-    trained = {
-        name for name, value in model.text.transformer.named_parameters() if value.requires_grad
-    }
-    assert "layers.2.mlp_norm.weight" in trained and all("norm" in name for name in trained)
 
 
 # --- exports and commands --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Towers initialised from other runs, frozen, unlocked layer by layer; tokens dropped; the parameters of the optimizer."""
+"""Towers initialised from other runs and frozen, tokens dropped, the parameters of the optimizer."""
 
 import copy
 import json
@@ -12,7 +12,6 @@ import torch
 from open_clip_train.scheduler import cosine_lr as stock_cosine_lr
 from safetensors.torch import save_file
 from torch import nn
-from transformers import MT5Config
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
@@ -28,7 +27,6 @@ from open_clip_zerovl.recipe.towers import (
     freeze,
     freeze_norm_statistics,
     group_of,
-    lock_text_layers,
 )
 from support.dga_reference import accumulated, batches, bert_clip, error, reference
 from support.tiny_clip import (
@@ -470,25 +468,6 @@ def test_a_frozen_model_is_copied_and_pickled_whole():
         model.train()
 
 
-# --- unlocking layers ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("unlocked", [0, 1, 2, 3])
-@pytest.mark.parametrize("frozen_norms", [True, False])
-def test_layers_of_bert_are_unlocked(bert, unlocked, frozen_norms):
-    model = timm_bert(bert)
-    lock_text_layers(model, unlocked, freeze_layer_norm=frozen_norms)
-    learning = [f"layer.{number}." for number in (0, 1)][2 - min(unlocked, 2) :] + [
-        "embeddings"
-    ] * (unlocked == 3)
-    for name, parameter in model.text.transformer.named_parameters():
-        learns = any(part in name for part in learning) or (
-            not frozen_norms and "LayerNorm" in name
-        )
-        assert parameter.requires_grad == learns, name
-    assert model.text.proj.weight.requires_grad
-
-
 # --- token drop ------------------------------------------------------------------------------------------------------
 
 
@@ -648,44 +627,3 @@ def test_a_constant_temperature_stays_and_the_rest_learns():
     dga.backward(batches([3, 2]))
     optimizer_step(model, optimizer)
     assert torch.equal(model.logit_scale, before) and not torch.equal(model.visual.proj, weight)
-
-
-def mt5_or_bert(folder, kind, precision="fp32"):
-    """A model with a text tower of that kind, made as training makes it with a flag of ours."""
-    if kind == "mt5":
-        MT5Config(
-            vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=3, num_heads=2
-        ).save_pretrained(folder / "mt5")
-        text = {**bert_text(folder / "mt5"), "hf_pooler_type": "mean_pooler"}
-    else:
-        text = bert_text(write_bert(folder / "bert"))
-    name = register(folder / "configs", f"unlock-{kind}", NATIVE_VISION, text)
-    args = Namespace(seed=0, precision=precision)
-    return create_model(
-        RecipeConfig(dga_steps=2), args, name, None, pretrained_text=False, precision=precision
-    )[0]
-
-
-@pytest.mark.line("4", reason="open_clip 3.3 knows no layers of BERT")
-@pytest.mark.parametrize(
-    ("kind", "layers", "last"), [("mt5", ".block.", "block.2"), ("bert", ".layer.", "layer.1")]
-)
-def test_open_clip_4_unlocks_layers_by_itself(tmp_path, kind, layers, last):
-    model = mt5_or_bert(tmp_path, kind)
-    assert "lock_text_tower" not in vars(model)
-    for unlocked, learning in ((1, set()), (2, {last})):  # the first is the projection
-        model.lock_text_tower(unlocked_layers=unlocked, freeze_layer_norm=True, pooler_in_head=True)
-        trainable = {n for n, p in model.text.named_parameters() if layers in n and p.requires_grad}
-        assert {last if last in name else name for name in trainable} == learning
-
-
-@pytest.mark.line("3.3", reason="open_clip 4 unlocks layers of every tower by itself")
-@pytest.mark.parametrize(
-    ("kind", "layers", "last"), [("mt5", ".block.", "block.2"), ("bert", ".layer.", "layer.1")]
-)
-def test_partial_unlocking_is_left_to_open_clip_where_it_can(tmp_path, kind, layers, last):
-    """mT5's layers are in open_clip's table, BERT's are not: with a flag of ours each is unlocked by who can do it."""
-    model = mt5_or_bert(tmp_path, kind)
-    model.lock_text_tower(unlocked_layers=1, freeze_layer_norm=True)
-    learning = {n for n, p in model.text.named_parameters() if layers in n and p.requires_grad}
-    assert learning and all(f".{last}." in name for name in learning)

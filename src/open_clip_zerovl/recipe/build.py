@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,6 @@ from open_clip_zerovl.recipe.towers import (
     freeze,
     freeze_norm_statistics,
     group_of,
-    lock_text_layers,
-    open_clip_locks_layers,
 )
 
 # a constant that transformers before 4.31 stored
@@ -275,8 +272,6 @@ def build_model(
 ) -> tuple[Any, Callable[..., Any], Callable[..., Any], CoinFlipMixup | None]:
     """Build open_clip's model with the methods of a run.
 
-    Its `lock_text_tower` also unlocks layers of BERT.
-
     Args:
         name, pretrained, options: as for `models.build.create_model_and_transforms`.
         seed: the seed of mixup's draws.
@@ -293,8 +288,6 @@ def build_model(
         start(model)
     transform, mixup = apply_methods(model, transform, methods, seed=seed)
     checkpoint_without_reentry(model)
-    if not open_clip_locks_layers(model):
-        model.lock_text_tower = partial(lock_text_layers, model)
     return model, transform, evaluation, mixup
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import timm.layers
-from open_clip.hf_configs import arch_dict
 from open_clip.transformer import PatchDropout
 from timm.models._manipulate import group_with_matcher
 from torch import nn
@@ -185,28 +184,6 @@ def freeze_norm_statistics(model: nn.Module) -> int:
     return len(norms)
 
 
-def open_clip_locks_layers(model: nn.Module) -> bool:
-    """Return whether open_clip's own `model.lock_text_tower(unlocked_layers=n)` works: it must find the tower's layers.
-
-    open_clip 3.3 has a table of their names that lacks those of BERT, so it raises KeyError there; use `lock_text_layers`
-    instead. It also knows LayerNorms by the name that BERT gives them, and ModernBERT gives them other names. open_clip 4
-    finds the layers of any tower, and counts the projection as the first of n.
-    """
-    text = getattr(model, "text", None)
-    config = getattr(text, "config", None)
-    # open_clip's own text transformer; open_clip 4
-    if text is None or config is None or hasattr(text, "layer_groups"):
-        return True
-    named = all(
-        "LayerNorm" in name
-        for name, module in text.named_modules()
-        if isinstance(module, nn.LayerNorm)
-    )
-    return named and "layer_attr" in arch_dict.get(getattr(config, "model_type", ""), {}).get(
-        "config_names", {}
-    )
-
-
 def checkpoint_without_reentry(model: nn.Module) -> None:
     """Make gradient checkpointing of a Hugging Face text tower give gradients where the embeddings are constant.
 
@@ -227,47 +204,6 @@ def _enable_checkpointing(transformer: Any, enable: bool = True, impl: str = "in
         transformer.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
-
-
-def lock_text_layers(
-    model: nn.Module, unlocked_layers: int = 0, freeze_layer_norm: bool = True
-) -> None:
-    """Lock layers of Hugging Face text towers, BERT included, as `lock_text_tower` (open_clip 3.3 raises KeyError there).
-
-    The embeddings and all but the last `unlocked_layers` layers get no gradient; pooler and projection, which follow them, are
-    trained. Dropout stays on, as in open_clip; `freeze` turns it off.
-
-    Args:
-        unlocked_layers: layers, counted from the last, that are trained; 0 locks the whole transformer.
-        freeze_layer_norm: also lock the LayerNorms of locked layers.
-
-    Raises:
-        UserError: a text tower that is not Hugging Face's or whose layers cannot be found, or too many layers.
-    """
-    text: Any = model.text
-    transformer = text.transformer
-    if unlocked_layers == 0:
-        locked: list[nn.Module] = [transformer]
-    else:
-        encoder = getattr(transformer, "encoder", transformer)
-        lists = [child for child in encoder.children() if isinstance(child, nn.ModuleList)]
-        embeddings = getattr(transformer, "embeddings", None)
-        if len(lists) != 1 or not isinstance(embeddings, nn.Module):
-            raise UserError(
-                f"the layers of {type(transformer).__name__} are not where BERT has them; lock all of it."
-            )
-        stages = [embeddings, *lists[0]]
-        if not 0 < unlocked_layers <= len(stages):
-            raise UserError(
-                f"{type(transformer).__name__} has {len(stages) - 1} layers and its embeddings, so that 0 to {len(stages)} "
-                f"can be unlocked, not {unlocked_layers}."
-            )
-        locked = stages[:-unlocked_layers]
-    for part in locked:
-        for module in part.modules():
-            if freeze_layer_norm or not isinstance(module, nn.LayerNorm):
-                for parameter in module.parameters(recurse=False):
-                    parameter.requires_grad_(False)
 
 
 def check_token_drop(model: nn.Module, rate: float) -> None:
