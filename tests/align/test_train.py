@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -32,6 +33,8 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.recipe.towers import freeze
+from open_clip_zerovl.report.verdicts import student
+from support import ROOT
 from support.fake_cuda import Waits, fake_cuda, to_fake_cuda
 
 CPU = torch.device("cpu")
@@ -295,6 +298,19 @@ def test_the_learning_rate_rises_and_falls():
 )
 def test_the_batch_follows_from_device_heads_and_data(device, weights, samples, batch):
     assert default_batch(torch.device(device), weights, 512, samples) == batch
+
+
+def test_smaller_batches_than_the_default_lost_on_few_photographs():
+    """The page's numbers are those of the record, and the default is the batch of that record."""
+    record = json.loads((ROOT / "docs/results/align/batches.json").read_text(encoding="utf-8"))
+    usual, *smaller = record["rsum"].items()
+    weights = 512 * (1280 + 384)  # of the record's encoders
+    assert usual[0] == f"default ({default_batch(CPU, weights, 512, 800)})"
+    page = " ".join((ROOT / "docs/align.md").read_text(encoding="utf-8").split())
+    for batch, scores in smaller:
+        changes = [(a - b) / 6 for a, b in zip(scores, usual[1], strict=True)]
+        mean, low, high, _ = student(changes, 1 - 0.05 / len(smaller))
+        assert high < 0 and f"{batch} {mean:.1f} ({low:.1f} to {high:.1f})" in page
 
 
 def test_epochs_and_chunk_follow_from_steps_and_memory(monkeypatch):
