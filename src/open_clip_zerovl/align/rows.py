@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from open_clip_zerovl.align.encoders import Tower
@@ -48,11 +47,6 @@ CAPTIONS = "one-per-epoch"
 def caption_identity(caption: str) -> int:
     """Hash a caption to 64 bits that are not 0."""
     return number_of(digest_of(caption))
-
-
-def picture_identity(picture: Image.Image) -> int:
-    """Hash a picture's pixels."""
-    return identity_of(picture.convert("RGB"))
 
 
 @dataclass(frozen=True)
@@ -154,7 +148,7 @@ def embed_tower(
         samples,
         width=tower.width,
         dtype=dtype,
-        identify=picture_identity if tower.side == "image" else caption_identity,
+        identify=identity_of if tower.side == "image" else caption_identity,
         batch_size=batch_size,
         workers=flags.workers,
         share=flags.part,
