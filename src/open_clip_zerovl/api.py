@@ -366,7 +366,8 @@ def trial(
     All ways have the same compute, data, seeds and first weights. The same call continues after a stop; more --seeds add runs.
     Training flags after -- hold for all arms: `-- --freeze text`.
     """
-    from open_clip_zerovl.trial.running import Request, run_trial
+    from open_clip_zerovl.trial.inputs import Request
+    from open_clip_zerovl.trial.running import run_trial
 
     encoders = None if image is None or text is None else (image, text)
     if (encoders is None) is (from_ is None) or (encoders is None and (image or text)):

@@ -30,7 +30,7 @@ from open_clip_zerovl.sampling import WHEN_DEBIASED
 from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
-from open_clip_zerovl.trial import running
+from open_clip_zerovl.trial import inputs, running
 from open_clip_zerovl.trial.flags import TrialFlags
 from support import ROOT
 from support.pairs import picture
@@ -205,7 +205,7 @@ def test_arms_that_learned_nothing_have_no_verdict_and_no_command(whole):
 @pytest.fixture
 def learning(monkeypatch) -> None:
     """Every model counts as above chance."""
-    monkeypatch.setattr(running, "not_above_chance", lambda metrics: False)
+    monkeypatch.setattr(inputs, "not_above_chance", lambda metrics: False)
 
 
 def test_the_page_names_what_the_arms_are_and_share(
@@ -283,7 +283,7 @@ def test_each_data_argument_and_encoder_is_part_of_the_request(made, tmp_path, f
         (place / "classnames.txt").write_text("cat\n")
         (place / "model.safetensors").write_bytes(b"%d" % number)
         given = {} if flag == "--image" else {flag[2:].replace("-", "_"): str(place)}
-        request = running.Request(
+        request = inputs.Request(
             start=Encoder(""),
             data=f"x={made / 'mine' / 'one'}",
             out=tmp_path / "out",
@@ -302,18 +302,20 @@ def test_each_data_argument_and_encoder_is_part_of_the_request(made, tmp_path, f
 def test_encoders_are_aligned_on_what_the_runs_train_on(made, tmp_path, monkeypatch):
     """Else the first model would know the validation pictures, on which rates are chosen."""
     asked = []
-    monkeypatch.setattr(running, "run_align", lambda request, say: asked.append(request))
-    request = running.Request(
+    monkeypatch.setattr(inputs, "run_align", lambda request, say: asked.append(request))
+    request = inputs.Request(
         start=Encoder(""),
         data=str(made / "mine"),
         out=tmp_path / "out",
         encoders=("timm:some-name", "hf:some/name"),
     )
-    inputs = running._inputs(request, request.arguments(), lambda *_: None)
+    prepared = inputs.prepare(request, request.arguments(), lambda *_: None)
     (aligned,) = asked
-    assert aligned.train_data == inputs.train_data and "validation" in aligned.held_out
+    assert aligned.train_data == prepared.train_data and "validation" in aligned.held_out
     samples = sum(source.num_samples for source in open_sources(aligned.train_data))
-    held_out = [len(scored) for of in (inputs.test, inputs.validation) for scored in of.values()]
+    held_out = [
+        len(scored) for of in (prepared.test, prepared.validation) for scored in of.values()
+    ]
     assert samples + sum(held_out) == 2 * 60 and len(held_out) >= 2
 
 
@@ -463,7 +465,7 @@ def test_pictures_of_labelled_sets_are_not_trained_on(made, trainings, tmp_path)
 
 def test_every_set_of_a_flag_is_a_data_argument(made):
     """So that it stands in the claim, and its pictures are held out."""
-    for flags, request in ((TrialFlags, running.Request), (FinetuneFlags, FinetuneRequest)):
+    for flags, request in ((TrialFlags, inputs.Request), (FinetuneFlags, FinetuneRequest)):
         sets = [each for each in flags_of(flags) if each.metavar == SETS]
         given = {each.name: f"{each.name}=/d" for each in sets}
         arguments = request(start=Encoder("x"), data="a=/a", out=made, **given).arguments()

@@ -115,7 +115,9 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
         )
     batch, batch_reason = _effective_batch(facts, given)
     size, steps, split = _split(batch, facts, given)
-    epochs, epochs_reason = next(rest for most, *rest in EPOCHS if facts.samples < most)
+    epochs, epochs_reason = next(
+        (count, why) for most, count, why in EPOCHS if facts.samples < most
+    )
     steps_an_epoch = facts.samples // batch
     all_steps = (_number(given, "epochs", int) or epochs) * steps_an_epoch
     share = min(0.2, max(0.025, WARMUP_STEPS / all_steps))
