@@ -47,7 +47,6 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import DEFECT
-from open_clip_zerovl.core.files import RUN_PREFIX, remove_scratch_folders
 from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.writing import write_source
 from training.main import run_as_program
@@ -401,18 +400,14 @@ class Soak:
 
     def compare(self, name: str, whole: dict[str, str]) -> None:
         """Compare the files of a target that has ended by itself with those of the whole call, and remove them."""
-        out, tmpdir = self.out[name], self.home / "tmp-command"
+        out = self.out[name]
         made = contents(out, TARGETS[name].left_out) if out.is_dir() else {}
-        # As the next call with loader workers does: this one may have needed none, since all was stored.
-        remove_scratch_folders(tmpdir, RUN_PREFIX)
-        left = [str(path) for path in (*out.rglob("*.part"), *tmpdir.iterdir())]
+        left = [str(path) for path in out.rglob("*.part")]
         differing = sorted({path for path, _ in made.items() ^ whole.items()})
         self.compared += 1
         self.equal += not differing and not left
         if differing or left:
             self.fault(name, "after its end", f"differing files {differing}; left behind {left}")
-            for path in tmpdir.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
         shutil.rmtree(out, ignore_errors=True)
 
     def kill_once(self, name: str, seconds: float) -> bool:

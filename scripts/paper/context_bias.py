@@ -61,7 +61,7 @@ def shards_of(folder: Path) -> list[Path]:
     """The shards of a folder in order. UserError if there are none."""
     if shards := sorted(folder.glob("*.tar")) or sorted(folder.glob("train/*.tar")):
         return shards
-    raise UserError(f"{folder} holds no shards; zerovl data cc3m --out {folder} writes them")
+    raise UserError(f"{folder} holds no shards; zerovl data public cc3m --out {folder} writes them")
 
 
 def pairs_of(shard: Path) -> Iterator[tuple[str, Sample]]:

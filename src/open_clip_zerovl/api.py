@@ -124,36 +124,35 @@ def pack(
 
 
 def _whole(limits: Limits) -> Limits:
-    """Limits of a transfer whose pauses are no longer than the transfer may be."""
+    """Shorten the pauses of a transfer to the time that it may take."""
     return replace(limits, idle_seconds=min(limits.idle_seconds, limits.total_seconds))
 
 
-def _public(name: str) -> Any:
-    @command
-    def prepare(
-        *,
-        out: Out,
-        dataset: Dataset,
-        seed: A[int, "seed of the order of the samples", a_seed] = 0,
-        work: Work,
-        limits: Limits,
-    ) -> Packed:
-        """Write a published dataset as webdataset shards with sizes.json and a report.
+def public(
+    name: A[
+        Literal["sbu", "cc3m", "cc12m", "vg", "coco", "f30k"],
+        "SBU Captioned Photos, Conceptual Captions 3M and 12M, Visual Genome, MS-COCO and Flickr30K with Karpathy's splits",
+        "NAME",
+    ],
+    /,
+    *,
+    out: Out,
+    dataset: Dataset,
+    seed: A[int, "seed of the order of the samples", a_seed] = 0,
+    work: Work,
+    limits: Limits,
+) -> Packed:
+    """Write a published dataset as webdataset shards with sizes.json and a report.
 
-        The same call continues where an earlier one stopped. docs/datasets.md has the pairs, disk and hours to expect.
-        """
-        from open_clip_zerovl.prepare.public import prepare_public
+    NAME is sbu, cc3m, cc12m, vg, coco or f30k. The same call continues where an earlier one stopped. docs/datasets.md has the
+    pairs, disk and hours to expect.
+    """
+    from open_clip_zerovl.prepare.public import prepare_public
 
-        options = {**vars(dataset), "seed": seed, "limits": _whole(limits), "work": work}
-        return Packed(_absolute(out), prepare_public(name, out, **options), "")
-
-    return prepare
-
-
-sbu, cc3m, cc12m, vg, coco, f30k = map(_public, ("sbu", "cc3m", "cc12m", "vg", "coco", "f30k"))
+    options = {**vars(dataset), "seed": seed, "limits": _whole(limits), "work": work}
+    return Packed(_absolute(out), prepare_public(name, out, **options), "")
 
 
-@command
 def check(
     folder: A[Path, "a source's folder of shards", "DIR"],
     /,
@@ -187,7 +186,6 @@ def check(
     return check_report(result)
 
 
-@command
 def near(
     data: A[str, "sources as in --train-data: local shards or tables", "NAME=SHARDS::..."],
     /,
@@ -346,7 +344,6 @@ def align(
     return Aligned(request.out, _read(request.out / "align.json") if pairings else {})
 
 
-@command
 def trial(
     training: TrainingFlags = (),
     /,
@@ -385,7 +382,6 @@ def trial(
     run_trial(request, say=lambda line: print(f"trial: {line}", file=sys.stderr, flush=True))
 
 
-@command
 def export(
     checkpoint: A[
         str,
@@ -568,7 +564,6 @@ class ProbeFlags(ModelFlags):
     batch_size: int = redeclared(EncoderFlags, "batch_size", 256)
 
 
-@command
 def linear_probe(
     model: A[Model, "", "MODEL"],
     /,

@@ -26,7 +26,6 @@ if __name__ == "__main__" and not __package__:  # started by the path of this fi
     ]
 
 from open_clip_zerovl.core.errors import ended, say
-from open_clip_zerovl.core.files import use_scratch_folder
 from open_clip_zerovl.core.processes import (
     EACH_GPU,
     PROCESSES,
@@ -78,7 +77,6 @@ def _train_here(words: Sequence[str]) -> NoReturn:
     from training.params import read_command, say_loading
 
     command = read_command(words)
-    use_scratch_folder()
     if (missing := missing_ranks()) is not None:
         say(missing)
     if command[1].active:
@@ -108,7 +106,6 @@ def start(processes: str, rendezvous: Sequence[str], arguments: Sequence[str]) -
     ranks = int(processes) if rendezvous else ranks_here(asked, args.device)
     if ranks == 1 and not rendezvous:
         _train_here(arguments)
-    use_scratch_folder()
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

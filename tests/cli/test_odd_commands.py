@@ -184,8 +184,8 @@ ODD = {
         for folder in MANIFESTS
     },
     "data check notatar --sizes": "is broken",
-    "data cc3m --out d1 --source file": "is not a list of captions",
-    "data coco --out d2 --source karpathy.json": "does not have the form of Karpathy's images",
+    "data public cc3m --out d1 --source file": "is not a list of captions",
+    "data public coco --out d2 --source karpathy.json": "does not have the form of Karpathy's images",
     # flags that the way taken does not read
     f"{ZERO} probe --label json:x": "--label json:x is for shards",
     f"{ZERO} probe --split train": "has no split 'train'",

@@ -85,7 +85,7 @@ ENDS = {
     "another pipe": (raises(BrokenPipeError(errno.EPIPE, "Broken pipe")), 2, "BrokenPipeError"),
     "required package": (raises(missing("torch.nn")), 2, "the package torch is not installed here; pip install 'torch>="),
     "package of another name": (raises(missing("open_clip_train")), 2, "pip install 'open_clip_torch"),
-    "package of an extra": (raises(missing("sklearn.svm")), 2, "'open_clip_zerovl[data]'"),
+    "package of an extra": (raises(missing("sklearn.svm")), 2, "pip install 'scikit-learn'"),
     "unknown package": (raises(missing("nosuch")), 2, "pip install 'nosuch'"),
     "broken package": (raises(ImportError("libx.so: absent", name="torch")), 2, "(libx.so: absent); `zerovl doctor`"),
     "module of ours": (raises(missing("open_clip_zerovl.gone")), 1, "or of a package: ModuleNotFoundError"),

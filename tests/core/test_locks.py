@@ -39,21 +39,6 @@ def test_a_file_that_was_replaced_while_waiting_is_locked_anew(tmp_path):
     os.close(found[0])
 
 
-@pytest.mark.parametrize("forked", [True, False])
-def test_a_fork_holds_the_lock_only_if_it_may(tmp_path, forked):
-    descriptor = lock_file(tmp_path / "file", create=True, forked=forked)
-    if (child := os.fork()) == 0:
-        time.sleep(30)
-        os._exit(0)
-    try:
-        os.close(descriptor)
-        again = lock_file(tmp_path / "file", wait=False, forked=forked)
-        assert (again is None) == forked
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-
-
 def test_a_folder_is_locked_within_the_block(tmp_path):
     with (
         locked(tmp_path / "made"),

@@ -6,14 +6,10 @@ import argparse
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
 import shutil
-import signal
 import stat
-import tempfile
 from dataclasses import asdict, replace
-from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,9 +17,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, read_model_spec
-from open_clip_zerovl.core import files
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import remove_scratch_folders
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.recipe.flags import RecipeConfig
@@ -332,52 +326,6 @@ def test_a_model_of_ones_own_is_read_from_its_checkpoint(tmp_path):
     torch.save({"epoch": 1, "state_dict": {"a": torch.zeros(1)}, MODEL_ENTRY: config}, checkpoint)
     for model in (None, "own"):  # `zerovl export CKPT DIR --model NAME`
         assert read_model_spec(checkpoint, model=model).model_cfg["text_cfg"] == CLIP_TEXT
-
-
-@pytest.mark.parametrize("length", [files.LONGEST_TMPDIR, files.LONGEST_TMPDIR + 1])
-def test_a_socket_has_room_below_the_temporary_folder(length):
-    """In a fork: multiprocessing's listener, by which loader workers hand over their batches, binds to a path."""
-    place = tempfile.mkdtemp(dir="/tmp")
-    place += "/" + "p" * (length - len(place) - 1)
-    os.mkdir(place)
-    child = os.fork()
-    if child == 0:
-        tempfile.tempdir = place
-        multiprocessing.process.current_process()._config.pop("tempdir", None)  # of an earlier test
-        try:
-            files.use_scratch_folder()
-            Listener(family="AF_UNIX").close()
-            os._exit(10 + (tempfile.gettempdir() != place))
-        finally:
-            os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    shutil.rmtree(os.path.dirname(place))
-    assert status == 10 + (length <= files.LONGEST_TMPDIR)
-
-
-@pytest.mark.parametrize("killed", [True, False])
-def test_temporary_folders_of_killed_trainings_are_removed_by_the_next(
-    tmp_path, monkeypatch, killed
-):
-    monkeypatch.setattr(files, "LONGEST_TMPDIR", 500)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ready, done = os.pipe()
-    child = os.fork()
-    if child == 0:
-        files.use_scratch_folder()
-        Path(tempfile.mkdtemp(), "socket").touch()
-        os.write(done, b"x")
-        signal.pause()
-    os.read(ready, 1)
-    left = list(tmp_path.glob(f"{files.RUN_PREFIX}*/*/socket"))
-    if killed:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    remove_scratch_folders(tmp_path, files.RUN_PREFIX)
-    assert len(left) == 1 and left[0].exists() != killed
-    if not killed:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_statistics_with_nan_are_not_saved_and_masks_with_infinite_numbers_are():

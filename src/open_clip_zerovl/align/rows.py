@@ -93,7 +93,7 @@ def open_sources(train_data: str, held_out: str) -> Sources:
         for place in sets.values():
             if (form := kind_of(str(place))).kind == "annotations" or form.beside is not None:
                 raise UserError(
-                    f"--retrieval-data {place}: align reads held-out pairs from shards (`zerovl data coco` and `f30k` write "
+                    f"--retrieval-data {place}: align reads held-out pairs from shards (`zerovl data public coco` writes "
                     "them) or a table beside its pictures"
                 )
         places = {

@@ -37,12 +37,7 @@ COMMANDS = {
         "linear-probe": "accuracy of a linear classifier on the frozen image tower",
     },
     "research": {
-        "data sbu": "SBU Captioned Photos, from its list of addresses",
-        "data cc3m": "Conceptual Captions 3M, from Train_GCC-training.tsv (--source)",
-        "data cc12m": "Conceptual 12M, from cc12m.tsv",
-        "data vg": "Visual Genome: five largest regions' phrases an image",
-        "data coco": "MS-COCO with Karpathy's splits",
-        "data f30k": "Flickr30K with Karpathy's splits (--source)",
+        "data public": "SBU, CC3M, CC12M, Visual Genome, MS-COCO or Flickr30K, from their lists",
         "data check": "read every sample of shards, or count them into sizes.json",
         "data near": "training pictures that are in a test set, found by perceptual hashes",
     },

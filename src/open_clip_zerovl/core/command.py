@@ -138,6 +138,7 @@ def _add_words(parser: argparse.ArgumentParser, each: Parameter) -> None:
         type=words.kind,
         metavar=words.metavar,
         help=words.help,
+        choices=words.choices,
         nargs=count,
         default=words.default if optional else None,
     )

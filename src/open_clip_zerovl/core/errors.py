@@ -38,7 +38,7 @@ class UserError(ValueError):
 
 
 def printable(text: str) -> str:
-    """Text from data, made safe for a terminal: control characters and bytes that are not text become escapes.
+    """Make text from data safe for a terminal: control characters and bytes that are not text become escapes.
 
     A key in a tar may hold a terminal's escape sequence, which is shown as "a\\x1b[2J", or a byte that is not UTF-8, which is
     shown as "a\\udcff".
@@ -107,14 +107,9 @@ def explain(
     if DEBUG in words or os.environ.get("ZEROVL_DEBUG"):
         say("".join(traceback.format_exception(error)))
     sentence = sentence or sentence_of(error)
-    if sentence is not None:
-        say(f"{name}: error: {sentence}")
-        return 2
-    say(
-        f"{name}: error: {DEFECT}: {_short(kind_and_message(error))}; {DEBUG} prints the "
-        "traceback, please report it"
-    )
-    return 1
+    defect = f"{DEFECT}: {_short(kind_and_message(error))}; {DEBUG} prints the traceback, please report it"
+    say(f"{name}: error: {sentence or defect}")
+    return 2 if sentence else 1
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
@@ -124,7 +119,7 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 
 def say(words: str) -> None:
-    """Print on standard error. If that fails (it may be a file on a full disk), nothing is printed."""
+    """Print on standard error, if that is possible: it may be a file on a full disk."""
     try:
         print(words.rstrip(), file=sys.stderr, flush=True)
     except (OSError, ValueError):
@@ -132,7 +127,7 @@ def say(words: str) -> None:
 
 
 def _reader_is_gone() -> bool:
-    """True if standard output is a pipe that nobody reads any more; another pipe of this process may be the broken one."""
+    """Return whether standard output is a pipe that nobody reads any more; another pipe may be the broken one."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)
@@ -142,7 +137,7 @@ def _reader_is_gone() -> bool:
 
 
 def kind_and_message(error: BaseException) -> str:
-    """An error's kind and the first line of its message; for an error in a loader worker those of the worker's error."""
+    """Write an error's kind and the first line of its message, those of the worker's error for one in a loader worker."""
     lines = str(error).splitlines() or [""]
     if "Traceback (most recent call last)" in str(error):
         return lines[-1]
@@ -188,11 +183,14 @@ _PACKAGES = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-_DEVELOPERS_EXTRAS = ("demo", "test", "trainers", "dev", "docs")
 
 
 def _package_sentence(error: ImportError, first_line: str) -> str | None:
-    """The sentence for a package that is missing or broken here; None for a module of this project."""
+    """Word that a package is missing or broken here.
+
+    Returns:
+        None for a module of this project.
+    """
     module = str(error.name).partition(".")[0]
     if module in ("open_clip_zerovl", "training"):
         return None
@@ -201,39 +199,34 @@ def _package_sentence(error: ImportError, first_line: str) -> str | None:
             f"a package cannot be imported ({first_line}); `zerovl doctor` checks the installation"
         )
     package = _PACKAGES.get(module, module)
-    return f"the package {package} is not installed here; pip install '{_wanted(package)}'"
+    return f"the package {package} is not installed here; pip install '{_in_range(package)}'"
 
 
-def _wanted(package: str) -> str:
-    """The argument of `pip install` for a package: the extra of this project that brings it, or its supported versions."""
+def _in_range(package: str) -> str:
+    """Add the supported versions to a package's name."""
     from importlib import metadata  # not at the top: only a missing package needs it
 
     try:
         requirements = metadata.requires("open_clip_zerovl") or ()
     except metadata.PackageNotFoundError:
-        return package
-    for requirement in requirements:
-        wanted, _, marker = requirement.partition(";")
-        name = re.split(r"[^\w.-]", wanted, maxsplit=1)[0]
-        if name.replace("_", "-").lower() != package.replace("_", "-").lower():
-            continue
-        extra = re.search(r"extra == ['\"](\w+)", marker)
-        if extra is None:
-            return wanted.strip()
-        if extra[1] not in _DEVELOPERS_EXTRAS:
-            return f"open_clip_zerovl[{extra[1]}]"
-    return package
+        requirements = ()
+    wanted = [each.partition(";")[0].strip() for each in requirements]
+    return next((each for each in wanted if re.match(rf"{package}(?![\w.-])", each)), package)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that a misspelt word most likely means; None if none is as similar as `cutoff` (0 to 1)."""
+    """Find the known name that a misspelt word most likely means.
+
+    Returns:
+        None if none is as similar as `cutoff` (0 to 1).
+    """
     import difflib  # not at the top: only mistakes need it
 
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
 
 
 def argparse_sentence(message: str, flags: Iterable[str], help_command: str) -> str:
-    """One sentence for argparse's message: for an unknown flag with the nearest known one.
+    """Word argparse's message as one sentence, with the nearest known flag for an unknown one.
 
     Args:
         message: the argument of `ArgumentParser.error`.

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import fcntl
-import getpass
 import glob
-import io
 import json
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -49,14 +45,13 @@ UNREADABLE = (
     tokenize.TokenError,  # of numpy, on a damaged header
 )
 
-SCRATCH_LOCK = (
-    "lock"  # in a temporary folder; held by the process that made it, as long as it lives
-)
+# Errors of the disk itself, which torch turns into RuntimeErrors.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """An open binary file that takes the name `path` when the block ends without an error.
+    """Open a binary file that takes the name `path` when the block ends without an error.
 
     A reader sees the old content or the new one, never a part, even when the process is killed or the machine loses power. The
     content is first written beside its destination, as `.NAME.PROCESS.RANDOM.part`; such files that killed processes have left
@@ -78,30 +73,36 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_scratch(target)
-        try:
-            raw = _Scratch(cast(int, lock_file(scratch, create=True)), "wb")
-        except OSError:  # also of a file system without locks
-            raw = _Scratch(scratch, "wb")
+        place = _locked_if_possible(scratch)
     except OSError as error:
         raise _refused(path, error) from error
     try:
-        with io.BufferedWriter(raw, 1 << 20) as file:
-            yield cast(BinaryIO, file)
+        with open(place, "wb", 1 << 20) as file:
+            yield file
             file.flush()
-            raw.sync()
-        with raw.noting_failure():
-            os.replace(scratch, target)
-    except BaseException as error:
-        # The writer may have turned the failure into another error: torch raises RuntimeError on a full disk.
-        if raw.failure is not None and isinstance(error, Exception):
-            raise _refused(path, raw.failure) from error
+            os.fsync(file.fileno())  # so that the renamed file is not empty after a power cut
+        os.replace(scratch, target)
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None and (cause.errno in _DISK or cause.filename == os.fspath(scratch)):
+            raise _refused(path, cause) from error
         raise
     finally:
         scratch.unlink(missing_ok=True)
 
 
+def _locked_if_possible(scratch: Path) -> int | Path:
+    """Lock a new file for `remove_scratch`; return its path where the file system has no locks."""
+    try:
+        return cast(int, lock_file(scratch, create=True))
+    except UserError:
+        return scratch
+
+
 def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Write a file's content by `atomic_file`; UserError as there. Text is written as UTF-8."""
+    """Write a file's content by `atomic_file`, with its UserError, text as UTF-8."""
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -109,39 +110,38 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None
 def remove_scratch(path: str | os.PathLike[str]) -> None:
     """Remove what `atomic_file` has left beside `path` in processes that were killed; a living process locks its file."""
     target = Path(os.path.realpath(path))
-    for scratch in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
-        with contextlib.suppress(OSError):  # another user's
+    _remove_unlocked(target.parent, f".{glob.escape(target.name)}.*.part")
+
+
+def _remove_unlocked(place: Path, pattern: str) -> None:
+    for scratch in place.glob(pattern):
+        with contextlib.suppress(
+            OSError, UserError
+        ):  # another user's, or a file system without locks
             if (descriptor := lock_file(scratch, wait=False)) is not None:
+                if scratch.is_dir():
+                    shutil.rmtree(scratch, ignore_errors=True)
                 scratch.unlink(missing_ok=True)
                 os.close(descriptor)
 
 
 @contextlib.contextmanager
 def scratch_folder(place: str | os.PathLike[str], prefix: str) -> Iterator[Path]:
-    """A temporary folder in `place` for the block; the next one with this prefix removes it where its process was killed."""
-    remove_scratch_folders(Path(place), prefix)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as folder:
-        descriptor = None
-        with contextlib.suppress(OSError):  # a file system without locks
-            descriptor = lock_file(Path(folder, SCRATCH_LOCK), create=True, forked=False)
+    """Make a temporary folder for the block; the next one with this prefix removes it where its process was killed."""
+    _remove_unlocked(Path(place), f"{glob.escape(prefix)}*.part")
+    with tempfile.TemporaryDirectory(prefix=prefix, suffix=".part", dir=place) as folder:
+        held = None
+        with contextlib.suppress(OSError, UserError):  # a file system without locks
+            held = lock_file(folder)
         try:
             yield Path(folder)
         finally:
-            if descriptor is not None:
-                os.close(descriptor)
-
-
-def remove_scratch_folders(place: Path, prefix: str) -> None:
-    """Remove temporary folders whose process, which locks their file SCRATCH_LOCK, has ended without removing them."""
-    for lock in place.glob(f"{glob.escape(prefix)}*/{SCRATCH_LOCK}"):
-        with contextlib.suppress(OSError):  # another user's
-            if (descriptor := lock_file(lock, wait=False, forked=False)) is not None:
-                shutil.rmtree(lock.parent, ignore_errors=True)
-                os.close(descriptor)
+            if held is not None:
+                os.close(held)
 
 
 def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) -> None:
-    """`torch.save(content, path, **options)` by `atomic_file`; UserError as there."""
+    """Save as `torch.save(content, path, **options)` does by `atomic_file`, with its UserError."""
     # Not torch.save: while open_clip's main runs, that name is this function (training/hooks.py).
     from torch.serialization import save
 
@@ -150,20 +150,16 @@ def save_atomically(content: Any, path: str | os.PathLike[str], **options: Any) 
 
 
 def lock_file(
-    path: str | os.PathLike[str],
-    *,
-    shared: bool = False,
-    wait: bool = True,
-    create: bool = False,
-    forked: bool = True,
+    path: str | os.PathLike[str], *, shared: bool = False, wait: bool = True, create: bool = False
 ) -> int | None:
-    """A descriptor of a file that holds a lock on it, until the descriptor is closed or the process ends, in whatever way.
+    """Return a descriptor that holds a lock on a file or folder until it is closed or the process ends, in whatever way.
+
+    Forks of this process hold the lock too, until they end.
 
     Args:
         shared: several processes may hold the lock together, instead of one alone.
         wait: for processes that hold it.
         create: the file if it is absent.
-        forked: forks of this process hold the lock too, until they end; False: they do not (an exclusive lock only).
 
     Returns:
         None if there is no file, or, without `wait`, if another process holds the lock.
@@ -173,22 +169,21 @@ def lock_file(
         UserError: its file system has no locks.
     """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    mode = os.O_RDONLY if shared or os.path.isdir(path) else os.O_RDWR
     while True:
         try:
-            descriptor = os.open(
-                path, os.O_RDONLY if shared else os.O_RDWR | (os.O_CREAT if create else 0), 0o666
-            )
+            descriptor = os.open(path, mode | (os.O_CREAT if create else 0), 0o666)
         except FileNotFoundError:
             if create:  # its folder is absent
                 raise
             return None
         try:
-            (fcntl.flock if forked else fcntl.lockf)(descriptor, kind)
+            fcntl.flock(descriptor, kind)
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except FileNotFoundError:
             pass
-        except (BlockingIOError, PermissionError):  # lockf may give either for a lock that is held
+        except BlockingIOError:
             os.close(descriptor)
             return None
         except OSError as error:
@@ -209,7 +204,7 @@ def lock_file(
 def locked(
     folder: str | os.PathLike[str], *, name: str = "lock", busy: str | None = None
 ) -> Iterator[None]:
-    """One process at a time in the block; the folder is made if absent. The lock ends with the process that holds it.
+    """Let one process at a time into the block; the lock ends with the process that holds it.
 
     Args:
         name: the locked file's name in the folder.
@@ -253,13 +248,13 @@ def reading(path: str | os.PathLike[str], remedy: str = "give a whole file") -> 
 
 
 def read_json(path: str | os.PathLike[str], remedy: str = "give a whole file") -> Any:
-    """The content of a JSON file. Errors as `reading`."""
+    """Read a JSON file, with the errors of `reading`."""
     with reading(path, remedy):
         return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The arrays of an `.npz` by name, read whole; no pickle in it is opened.
+    """Read the arrays of an `.npz` by name, without opening a pickle in it.
 
     Raises:
         FileNotFoundError: there is none.
@@ -278,7 +273,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """An existing file, open for reading. A pipe might never be written to, and a device might never end: both are refused.
+    """Open an existing file for reading, but no pipe, which might never be written to, and no device, which might never end.
 
     Raises:
         OSError: as `open`, and for a path that is not a regular file.
@@ -293,31 +288,8 @@ def regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         yield file
 
 
-class _Scratch(io.FileIO):
-    """A file that keeps the error with which writing to it failed."""
-
-    failure: OSError | None = None
-
-    @contextlib.contextmanager
-    def noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.failure = error
-            raise
-
-    def write(self, data: Any, /) -> int:
-        with self.noting_failure():
-            return super().write(data)
-
-    def sync(self) -> None:
-        """Flush the content to the disk, so that the renamed file is not empty after a power cut."""
-        with self.noting_failure():
-            os.fsync(self.fileno())
-
-
 def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> None:
-    """Check before a long computation that its result can be written. Nothing is made.
+    """Check before a long computation that its result can be written, and make nothing.
 
     Args:
         folder: the result is a folder with files.
@@ -326,37 +298,36 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Non
         UserError: it cannot be written.
     """
     target = Path(os.path.realpath(path))
+    if target.exists() and not folder and not target.is_file() and not target.is_dir():
+        return  # a device or a pipe
     try:
-        if folder and target.exists() and not target.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not folder and target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not folder and target.exists() and not target.is_file():
-            return  # a device or a pipe
-        place = target if folder else target.parent
-        while not place.exists():
-            place = place.parent
-        with tempfile.TemporaryFile(dir=place) as scratch:
+        if target.exists() and target.is_dir() != folder:
+            wrong = errno.ENOTDIR if folder else errno.EISDIR
+            raise OSError(wrong, os.strerror(wrong))
+        with tempfile.TemporaryFile(dir=_existing(target if folder else target.parent)) as scratch:
             scratch.write(b"x")
     except OSError as error:
         raise _refused(path, error) from error
 
 
+def _existing(folder: Path) -> Path:
+    """Return the nearest existing path at or above a folder."""
+    return next(place for place in (folder, *folder.parents) if place.exists())
+
+
 def user_cache(name: str) -> Path:
-    """A program's folder in the user's cache, for files that can be made again."""
+    """Return a program's folder in the user's cache, for files that can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / name
 
 
 def free_space(folder: str | os.PathLike[str]) -> tuple[Path, int]:
-    """The nearest existing folder at or above `folder`, and the free bytes of its disk."""
-    place = Path(folder).absolute()
-    while not place.exists():
-        place = place.parent
+    """Return the nearest existing folder at or above `folder`, and the free bytes of its disk."""
+    place = _existing(Path(folder).absolute())
     return place, shutil.disk_usage(place).free
 
 
 def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
-    """A sentence's end for a path that does not exist: "; did you mean PATH?".
+    """End a sentence on a path that does not exist: "; did you mean PATH?".
 
     Args:
         otherwise: the end if no entry of the path's folder has a similar name.
@@ -375,32 +346,3 @@ def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:
     return UserError(
         f"{path} cannot be written ({error.strerror or error}); {state}: make room, or choose another place"
     )
-
-
-RUN_PREFIX = "zerovl-run-"
-LONGEST_TMPDIR = 55  # bytes of TMPDIR: the path of a socket has at most 107, of which 52 follow (multiprocessing's listeners)
-
-
-def use_scratch_folder() -> None:
-    """Make this process and those that it starts use a temporary folder of their own, which is removed at exit."""
-    place = Path(tempfile.gettempdir())
-    # made by the process that started this one
-    if place.name.startswith(RUN_PREFIX) or len(os.fsencode(place)) > LONGEST_TMPDIR:
-        return
-    remove_scratch_folders(place, RUN_PREFIX)
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=RUN_PREFIX))
-        lock_file(folder / SCRATCH_LOCK, create=True, forked=False)
-    except OSError:  # a full disk, a file system without locks
-        return
-    # a user without a name; as torch itself names its cache
-    with contextlib.suppress(OSError, KeyError):
-        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place / f"torchinductor_{user}"))
-    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    atexit.register(_remove_own, folder, os.getpid())
-
-
-def _remove_own(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # not a fork of it
-        shutil.rmtree(folder, ignore_errors=True)

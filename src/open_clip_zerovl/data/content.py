@@ -1,4 +1,4 @@
-"""What data arguments hold, by which two calls have the same data (`core.claim`).
+"""What data arguments hold, by which two calls have the same data (`core.identity`).
 
 The content of training data is the bytes of its shards in their order, and the words of their classes. The content of a set
 to score is that of `IndexedSet`.

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, Dataset
 
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import use_scratch_folder
 from open_clip_zerovl.core.processes import end_with_parent
 
 FIRST_WARNING_SECONDS = 30.0  # of a wait
@@ -162,8 +161,6 @@ def read_batches(
     Raises:
         UserError: the first bad item, after the batches before it; a worker process that was lost.
     """
-    if loader_options.get("num_workers"):
-        use_scratch_folder()  # workers leave their sockets in it when the call is killed
     loader = DataLoader(
         dataset, collate_fn=_Collate(collate), worker_init_fn=worker_start(), **loader_options
     )

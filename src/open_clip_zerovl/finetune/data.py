@@ -3,7 +3,7 @@
 `--data` is named sources, as `--train-data` takes them, or a folder:
 
     FOLDER/*.tar, or another form that pack reads           one source
-    FOLDER/train/                                           one source (`zerovl data pack`, `zerovl data coco`)
+    FOLDER/train/                                           one source (`zerovl data pack`, `zerovl data public coco`)
     FOLDER/NAME/ or FOLDER/NAME/train/, several             a source each (`zerovl data pack`)
 
 A held-out set in CLIP_benchmark's layout is found in FOLDER itself, in FOLDER/NAME or in FOLDER/test/NAME.
@@ -19,10 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.core.claim import CONTENT
 from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import did_you_mean
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.identity import CONTENT, digest_of
 from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.content import content_of_sources
 from open_clip_zerovl.data.indexed import IndexedSet
@@ -161,7 +160,7 @@ class DataArguments:
         return {**self.sources, **self.retrieval, **self.labelled}
 
     def entries(self, flags: Iterable[str] | None = None) -> dict[str, str]:
-        """Name the data of some flags, or of all, and digest its content, for `core.claim`.
+        """Name the data of some flags, or of all, and digest its content, for `core.identity`.
 
         Raises:
             UserError: data that cannot be opened.

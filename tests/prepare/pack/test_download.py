@@ -95,7 +95,7 @@ def test_a_spool_survives_a_kill_at_any_byte(tmp_path):
 
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, AssertionError, KeyError])
 def test_whatever_a_decoder_raises_costs_one_picture(monkeypatch, error):
-    """One undecodable AVIF or DDS ended `zerovl data sbu`, and again at every call."""
+    """One undecodable AVIF or DDS ended `zerovl data public sbu`, and again at every call."""
 
     def rotten(image):
         raise error("AVIF: decoding failed")

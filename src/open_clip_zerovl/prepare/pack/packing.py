@@ -18,10 +18,9 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from open_clip_zerovl.core.claim import CONTENT, claim
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.core.identity import digest_of, file_digests
+from open_clip_zerovl.core.identity import CONTENT, claim, digest_of, file_digests
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack import manifest
 from open_clip_zerovl.prepare.pack import report as reports

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from open_clip_zerovl.core.claim import claim
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.identity import digest_of, number_of
+from open_clip_zerovl.core.identity import claim, digest_of, number_of
 
 REQUEST = {"--seed": 1, "--set lr": "1e-3", "--lora": None, "alphas": [0, 1], "content of x": "ab"}
 
