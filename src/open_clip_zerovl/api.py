@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing import Annotated as A
 
 from open_clip_zerovl.align.request import AlignFlags
-from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags, ModelFlags
+from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
 from open_clip_zerovl.core.command import command, words_of
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import natural, positive, redeclared
@@ -261,7 +261,7 @@ def finetune(
     ] = (),
     flags: FinetuneFlags,
     curve: A[CurveFlags, "weights in between"],
-    model: ModelFlags,
+    model: EncoderFlags,
 ) -> Tuned:
     """Fine-tune a model on a thousand to some million pairs, with settings that are chosen and explained.
 
@@ -356,7 +356,7 @@ def trial(
     data: A[str, "pairs, as for finetune", "DIR|NAME=SHARDS::..."],
     out: Out,
     flags: TrialFlags,
-    model: ModelFlags,
+    model: EncoderFlags,
 ) -> None:
     """Train one model in several ways, and say whether a larger batch, debiased sampling or the whole recipe helps.
 
@@ -397,10 +397,7 @@ def export(
     ] = False,
     format: A[Literal["open_clip", "transformers"], "form of the folder"] = "open_clip",
     model: A[
-        str | None, "the model's name, if no params.txt beside the checkpoint names it"
-    ] = None,
-    model_config: A[
-        str | None, "one's own model, if params.txt does not find it", "FILE.json"
+        str | None, "the model, if no params.txt beside the checkpoint finds it", "NAME|FILE.json"
     ] = None,
     text_model: A[
         str | None, "folder of the HF text tower, if params.txt does not name it", "DIR"
@@ -446,7 +443,7 @@ def export(
     if push_to_hub:
         check_hub(push_to_hub)
     options: dict[str, Any] = {
-        "model": _own_model(model_config) or model,
+        "model": _registered(model),
         "text_model": text_model,
         "precision": "fp16" if fp16 else None,
         "licence": license,
@@ -516,7 +513,7 @@ def retrieval(
         "(pairs.csv, or valid_anno.csv@PICTURES) or dataset_coco.json@PICTURES (Karpathy)",
         SETS,
     ],
-    flags: ModelFlags,
+    flags: EncoderFlags,
     settings: RetrievalSettings,
     files: RetrievalFiles,
 ) -> Scores:
@@ -545,7 +542,7 @@ def zero_shot(
         "CLIP_benchmark's layout",
         SETS,
     ],
-    flags: ModelFlags,
+    flags: EncoderFlags,
     settings: ZeroShotSettings,
 ) -> Scores:
     """Score zero-shot classification as CLIP_benchmark measures it, with intervals, for each class and source.
@@ -558,7 +555,7 @@ def zero_shot(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeFlags(ModelFlags):
+class ProbeFlags(EncoderFlags):
     """Flags of a model of which only the image tower runs."""
 
     batch_size: int = redeclared(EncoderFlags, "batch_size", 256)
@@ -597,7 +594,7 @@ def search(
         "(none with --image of a single model, or with --serve)",
         "[NAME=]MODEL ... DIR WORDS",
     ],
-    flags: ModelFlags,
+    flags: EncoderFlags,
     settings: SearchSettings,
     page: ServeSettings,
 ) -> Hits | None:
@@ -643,7 +640,7 @@ def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _encoder(model: str, flags: ModelFlags, *, one_of_several: bool = False) -> Encoder:
+def _encoder(model: str, flags: EncoderFlags, *, one_of_several: bool = False) -> Encoder:
     """The encoder of a model with a command's flags.
 
     Args:
@@ -654,13 +651,13 @@ def _encoder(model: str, flags: ModelFlags, *, one_of_several: bool = False) -> 
 
     described: dict[str, Any] = {"model_name": None, "text_model": None}
     if not one_of_several or Path(model).expanduser().is_file():
-        name = _own_model(flags.model_config) or flags.model_name
+        name = _registered(flags.model_name)
         described = {"model_name": name, "text_model": flags.text_model}
     described |= {"device": flags.device, "batch_size": flags.batch_size, "workers": flags.workers}
     return Encoder(model=model, **described)
 
 
-def _encoders(models: Sequence[str], flags: ModelFlags) -> dict[str, Encoder]:
+def _encoders(models: Sequence[str], flags: EncoderFlags) -> dict[str, Encoder]:
     """The encoders of a command's models, by the names that these have: [NAME=]MODEL."""
     return {
         name: _encoder(model, flags, one_of_several=True)
@@ -668,13 +665,13 @@ def _encoders(models: Sequence[str], flags: ModelFlags) -> dict[str, Encoder]:
     }
 
 
-def _own_model(file: str | None) -> str | None:
-    """The name of the model of `--model-config`, which is registered; None without the flag."""
-    if file is None:
-        return None
+def _registered(model: str | None) -> str | None:
+    """Return the name of a model, and register the model of a FILE.json."""
+    if model is None or not model.endswith(".json"):
+        return model
     from open_clip_zerovl.models.configs import register_model_file
 
-    return register_model_file(file)
+    return register_model_file(model)
 
 
 def name_models(models: Sequence[str]) -> dict[str, str]:

@@ -66,7 +66,7 @@ def test_evaluation_and_export_find_the_runs_config_or_take_a_file(tmp_path, cap
     assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
     assert "knows no model 'own-found'" in capsys.readouterr().err
     write(tmp_path / "own-given.json")
-    given = ["--model-config", str(tmp_path / "own-given.json")]
+    given = ["--model", str(tmp_path / "own-given.json")]
     assert main(["export", str(checkpoint), str(tmp_path / "given"), *given]) == 0
     with_config(checkpoint, CONFIG)
     assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 0

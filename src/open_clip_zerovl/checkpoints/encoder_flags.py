@@ -18,7 +18,9 @@ class EncoderFlags:
     """
 
     model_name: str | None = flag(
-        None, "model of a checkpoint without params.txt beside it", metavar="NAME"
+        None,
+        "model of a checkpoint without params.txt beside it, or one's own model, as in training",
+        metavar="NAME|FILE.json",
     )
     text_model: str | None = flag(
         None, "folder of the HF text tower of training checkpoints", metavar="DIR"
@@ -26,14 +28,3 @@ class EncoderFlags:
     device: str = flag("auto", "cpu, cuda, ... (default: cuda if available)")
     batch_size: int = flag(64, "samples encoded at once", kind=positive)
     workers: int = flag(0, "loader processes a rank", kind=natural)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFlags(EncoderFlags):
-    """Flags of a command that encodes, and the file of one's own model, which gives `model_name`."""
-
-    model_config: str | None = flag(
-        None,
-        "one's own model of a checkpoint without params.txt, as in training",
-        metavar="FILE.json",
-    )
