@@ -176,31 +176,6 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "sentence"), [("bert", None), ("bert-mean", "pools the text at the first token")]
-)
-def test_transformers_dual_encoder_holds_linear_heads_on_its_encoders(
-    request_of, home, tmp_path, capsys, text, sentence
-):
-    """Slow: `test_transformers.py` has each part."""
-    given = {"texts": (f"hf:{home / text}",), "epochs": 1}
-    run_align(request_of(tmp_path / "out", **given), lambda line: None)
-    command = [
-        "export",
-        str(tmp_path / "out" / "model"),
-        str(tmp_path / "hf"),
-        "--format",
-        "transformers",
-    ]
-    assert main(command) == (2 if sentence else 0)
-    if sentence:
-        assert sentence in capsys.readouterr().err
-    else:
-        config = json.loads((tmp_path / "hf" / "config.json").read_text())
-        assert config["architectures"] == ["VisionTextDualEncoderModel"]
-
-
-@pytest.mark.slow
 def test_a_training_goes_on_from_an_aligned_model(request_of, home, tmp_path):
     """All parameters, in DGA steps of one source. Slow: a training program."""
     run_align(

@@ -232,7 +232,8 @@ class Trial:
         shared = {
             "start": start, "samples to train on": sources, "micro-batch": f"{asked.micro_batch} x {self.ranks} ranks",
             "effective batch": f"{self.batch}", "minutes of all runs": f"{asked.minutes:g}", "equal": asked.equal,
-            "margin": f"{asked.margin:g} points", "flags of all arms": shlex.join(as_arguments(asked.given)),
+            "margin": f"{asked.margin:g} point{'s' * (asked.margin != 1)}",
+            "flags of all arms": shlex.join(as_arguments(asked.given)),
         }  # fmt: skip
         return [[name, value] for name, value in shared.items() if value]
 
