@@ -47,7 +47,7 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import DEFECT
-from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.tar import Sample
 from open_clip_zerovl.shards.writing import write_source
 from training.main import run_as_program
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.shards.members import Sample, read_samples
+from open_clip_zerovl.shards.tar import Sample, read_samples
 from open_clip_zerovl.shards.writing import write_retrieval_set, write_shard, write_source
 from scripts.drawn.data import SPLITS, Drawing, Drawings, DrawnData, Split
 from scripts.drawn.drawings import is_blank, rasterise

@@ -36,13 +36,13 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.evaluate.metrics import Interval, Measure, interval, mean_over, resampled
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.report.tables import text_table
-from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.tar import Sample
 from scripts.paper.bias_measures import (
     SourceFeatures,
     check_source_probe,

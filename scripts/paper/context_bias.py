@@ -23,8 +23,8 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.shards.members import Sample, ShardError, read_samples
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, BadPicture
+from open_clip_zerovl.shards.tar import Sample, ShardError, read_samples
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_shard
 
 RED = (255, 0, 0)

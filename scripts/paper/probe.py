@@ -33,9 +33,8 @@ from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.core.files import check_writable, save_atomically, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
-from open_clip_zerovl.data.indexed import IndexedSet, picture_batches
-from open_clip_zerovl.data.labelled import class_list
-from open_clip_zerovl.data.transforms import image_transform_train, paper_transform_of
+from open_clip_zerovl.data.images import image_transform_train, paper_transform_of
+from open_clip_zerovl.data.indexed import IndexedSet, class_list, picture_batches
 from open_clip_zerovl.evaluate.metrics import accuracies, class_indices, distinct_names
 from open_clip_zerovl.evaluate.probe import (
     Transform,

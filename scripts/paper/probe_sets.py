@@ -18,8 +18,7 @@ from typing import Any
 import torchvision.datasets as tvd
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.indexed import IndexedSample, IndexedSet
-from open_clip_zerovl.data.labelled import open_probe_set
+from open_clip_zerovl.data.indexed import IndexedSet, Picture, open_probe_set
 
 Listing = tuple[Sequence[str | os.PathLike[str]], Sequence[str]]
 
@@ -41,7 +40,7 @@ def _open_dataset(kind: str, root: Path, role: str) -> IndexedSet:
     pairs = zip(files, labels, strict=True)
     return IndexedSet(
         f"{kind}:{root} ({role})",
-        [IndexedSample(os.path.basename(file), file, label=label) for file, label in pairs],
+        [Picture(os.path.basename(file), file, label=label) for file, label in pairs],
     )
 
 

@@ -28,8 +28,8 @@ from open_clip_zerovl.data.class_words import class_order
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import Crop, decode_image
 from open_clip_zerovl.data.pixels import decode_pixels
+from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
@@ -41,7 +41,7 @@ from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.prepare.pack.classes import class_caption
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.settings import PackSettings, Work
-from open_clip_zerovl.shards.members import Sample, read_samples
+from open_clip_zerovl.shards.tar import Sample, read_samples
 from support.loading import loader_of
 from support.tars import encoded, write_tar
 
@@ -267,10 +267,13 @@ UNPAIRED = {
 
 
 @pytest.mark.parametrize("case", UNPAIRED)
-@pytest.mark.parametrize("door", ["pack", "retrieval"])
+@pytest.mark.parametrize("door", ["pack", "pack of a gzip", "retrieval"])
 def test_members_that_make_no_pairs_are_explained(tmp_path, case, door):
     listed, sentence = UNPAIRED[case]
-    write_tar(tmp_path / "in/0.tar", listed)
+    tar = write_tar(tmp_path / "in/0.tar", listed)
+    if door == "pack of a gzip":
+        tar.write_bytes(gzip.compress(tar.read_bytes()))
+        door = "pack"
     with pytest.raises(UserError, match=sentence):
         DOORS[door](str(tmp_path / "in"))
 

@@ -25,8 +25,8 @@ from PIL import Image
 from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data import reading
-from open_clip_zerovl.data.reading import Reading
+from open_clip_zerovl.data import reader
+from open_clip_zerovl.data.reader import Reader
 from open_clip_zerovl.data.sample_stream import SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.stats import (
@@ -38,7 +38,6 @@ from open_clip_zerovl.data.stats import (
 )
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.sampling.slices import ShardSlice
-from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.texts import MAX_CAPTION_CHARACTERS
 from support import ROOT, loading, warm
 from support.tars import encoded, noise_jpeg, png, write_source, write_tar
@@ -258,13 +257,13 @@ def test_samples_of_a_torn_slice_are_replaced_at_their_own_places(tmp_path):
     truncate(folder / "0.tar", 3)
     (source,) = parse_sources(f"a={folder}")
     slices = [ShardSlice(0, 2, 6, 100), ShardSlice(1, 1, 5, 104)]
-    samples = list(SliceReader(Reading(source, 0, fail=False), slices, slices).samples())
-    assert [sample.place for sample in samples] == list(range(100, 108))
-    assert [sample.stands_for is not None for sample in samples] == [False] + 3 * [True] + 4 * [
-        False
-    ]
+    samples = list(SliceReader(Reader.of_pairs(source), slices, slices).samples())
+    assert [placed.place for placed in samples] == list(range(100, 108))
+    assert [placed.loss is not None for placed in samples] == [False] + 3 * [True] + 4 * [False]
     # Samples 1 to 3 of the lost slice by samples 1 to 3 of the other one, which shows each of them twice.
-    assert [sample.key for sample in samples[1:4]] == [sample.key for sample in samples[5:]]
+    assert [placed.sample.key for placed in samples[1:4]] == [
+        placed.sample.key for placed in samples[5:]
+    ]
 
 
 @pytest.mark.timeout(60)
@@ -337,18 +336,14 @@ def test_a_rotten_shard(tmp_path, kind, caplog):
 @pytest.mark.parametrize("workers", [0, 3])  # of three readers, some enter the shard in its middle
 def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers):
     sources = parse_sources(f"s={two_shards(tmp_path / 's')}")
-    read, bad = reading._content, open_index(str(tmp_path / "s/0.tar")).image[BAD].tolist()
+    read, bad = reader.content_of, f"{BAD:04d}.png"
 
-    def failing(descriptor, extent):
-        if (
-            extent is not None
-            and list(extent) == bad
-            and os.readlink(f"/proc/self/fd/{descriptor}").endswith("0.tar")
-        ):
+    def failing(descriptor, member):
+        if member.name == bad and os.readlink(f"/proc/self/fd/{descriptor}").endswith("0.tar"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(descriptor, extent)
+        return read(descriptor, member)
 
-    monkeypatch.setattr(reading, "_content", failing)
+    monkeypatch.setattr(reader, "content_of", failing)
     loader = loader_of(sources, workers=workers)
     seen = torch.cat([ids for _, ids, _ in loader]).tolist()
     assert (

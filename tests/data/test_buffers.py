@@ -207,14 +207,6 @@ def test_every_batch_of_two_epochs_kept_at_once(source):
         del kept, images, image
 
 
-def test_few_blocks_serve_a_whole_epoch(source):
-    loader = loader_of(f"a={source}", workers=2)
-    sums = [int(images.sum()) for images, _ in loader]
-    assert (
-        len(sums) == 60 and len(loader._pool._mapped) <= 10
-    )  # of 2 workers that read 2 batches ahead
-
-
 def test_a_block_that_is_given_back_too_early_is_noticed(source, monkeypatch):
     """Negative control: without the lease, kept batches change under the reader's eyes."""
     loader = loader_of(f"a={source}", workers=2)

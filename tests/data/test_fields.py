@@ -10,9 +10,9 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import out_of_range
-from open_clip_zerovl.data.captions import caption_starts
 from open_clip_zerovl.data.names import caption_fields
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.features.sources import caption_counts
 from open_clip_zerovl.recipe.flags import AllFlags
 from support import loading
 from support.tars import png, write_tar
@@ -111,7 +111,7 @@ def test_draws_are_of_the_seed_epoch_and_sample_alone(folder):
 
 def test_captions_are_counted(folder):
     (source,) = parse_sources(f"a={folder}", captions=CAPTIONS)
-    assert caption_starts(source).tolist() == [0, 4, 8, 12, 15, 19, 20, 24, 25, 26, 30, 34, 38]
+    assert caption_counts(source).tolist() == [4, 4, 4, 3, 4, 1, 4, 1, 1, 4, 4, 4]
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ from open_clip_zerovl.data.images import (
     collate_images,
     crop_of,
     decode_image,
+    image_transform_train,
     normalize,
     split_normalize,
+    with_auto_augment,
 )
-from open_clip_zerovl.data.transforms import image_transform_train, with_auto_augment
 from open_clip_zerovl.shards.pictures import FORMATS, BadPicture
 from support.loading import loader_of
 from support.tars import encoded, noise_jpeg, write_source

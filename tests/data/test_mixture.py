@@ -12,11 +12,11 @@ import torch
 from torchvision import transforms
 
 from open_clip_zerovl.data.mixture import content_numbers
-from open_clip_zerovl.data.reading import RawSample
-from open_clip_zerovl.data.sample_stream import reordered
+from open_clip_zerovl.data.sample_stream import Placed, Shown, reordered
 from open_clip_zerovl.sampling import STRATEGIES
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.schedule import Batching
+from open_clip_zerovl.shards.tar import Sample
 from support import ROOT
 from support.loading import epoch_of, steps_of
 from support.tars import ids_of, write_source
@@ -119,7 +119,7 @@ def test_items_are_reordered_without_reading_further_ahead_than_the_window():
 
 def test_content_numbers_tell_same_captions_and_same_files():
     def sample(image, caption):
-        return RawSample(image, caption, 0, 0, "key", "shard")
+        return Shown(Placed(Sample("key", {"png": image}), 0), None, caption)
 
     one, other = (
         content_numbers(sample(b"jpeg", "A  dog\n")),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.reading import Reading
+from open_clip_zerovl.data.reader import Reader
+from open_clip_zerovl.data.sample_stream import SampleStream, SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.prepare.door import as_shards
+from open_clip_zerovl.sampling.order import LocalOrder
+from open_clip_zerovl.sampling.slices import ShardSlice
 from support.loading import loader_of
 from support.tars import png, write_tar
 
@@ -47,8 +50,10 @@ def shown(data: str, captions: str | None) -> tuple[int, set[str]]:
     source = parse_sources(data, captions=captions)[0]
     found = set()
     for lap in range(3):
-        with closing(Reading(source, 0).samples(0, 1, lap * source.num_samples + 1)) as samples:
-            found.add(next(samples).caption)
+        second = [ShardSlice(0, 1, 2, lap * source.num_samples + 1)]
+        slices = SliceReader(Reader.of_pairs(source), second, second)
+        stream = SampleStream(slices, LocalOrder(1, 1, np.random.default_rng))
+        found.add(stream.take(lambda picture: picture).caption)
     return source.num_samples, found
 
 

@@ -15,12 +15,11 @@ from torchvision import transforms
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.names import PIXEL_PATHS
-from open_clip_zerovl.data.reading import RawSample
-from open_clip_zerovl.data.sample_stream import SampleStream
-from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.data.stats import Fault
+from open_clip_zerovl.data.sample_stream import Placed, SampleStream
+from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.schedule import Batching
+from open_clip_zerovl.shards.tar import Sample
 from support import loading
 from support.tars import noise_jpeg, png, write_tar
 
@@ -172,20 +171,22 @@ def test_a_step_outside_the_epoch_is_refused(rotten):
     ],
 )
 def test_the_nearest_good_place_replaces_a_bad_one_wherever_the_share_is_entered(bad, expected):
-    fault = Fault("bad", "is bad")
     raw = [
-        RawSample(b"", ((0, ""),), 0, i, str(i), "shard", fault if i in bad else None)
+        Placed(Sample(str(i), {"txt": b"a dog", **({} if i in bad else {"png": b""})}), i)
         for i in range(10)
     ]
     slices = SimpleNamespace(
         samples=lambda first: iter(raw[first:]),
-        reading=SimpleNamespace(fail=False),
+        reader=SimpleNamespace(source=Source("s", ("0.tar",), (10,))),
         epoch_slices=(),
+        fail=False,
+        index=0,
+        seed=0,
     )
     in_turn = LocalOrder(10, 1, np.random.default_rng)
     for begin in range(10):
         share = SampleStream(slices, in_turn, begin)
-        shown = [share.take(lambda sample: sample.position)[1] for _ in range(begin, 10)]
+        shown = [share.take(len).placed.position for _ in range(begin, 10)]
         assert shown == expected[begin:]
 
 

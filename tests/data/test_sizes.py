@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.sizes import listed_sizes
+from open_clip_zerovl.data.components import listed_sizes
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.shards.fetch import ShardCache

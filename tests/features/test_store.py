@@ -12,8 +12,7 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.content import contents_of_shards
-from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.data.sources import contents_of_shards, parse_sources
 from open_clip_zerovl.features.embed import Pictures, embed
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.features.store import FeatureStore

@@ -14,7 +14,7 @@ import pytest
 import torch
 from open_clip.factory import get_model_config
 
-from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
 from open_clip_zerovl.recipe.gpu import without_gpu_syncs
 from open_clip_zerovl.recipe.step import sort_texts, text_padding

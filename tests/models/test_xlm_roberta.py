@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.words import WordAugment
+from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.models.build import check_model
 from support.hf_towers import small_model
 from support.tiny_clip import (

@@ -14,8 +14,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.data.sources import count_tar_samples
 from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
-from open_clip_zerovl.shards.headers import BrokenTar, Member, walk_tar
-from open_clip_zerovl.shards.members import Sample, read_samples
+from open_clip_zerovl.shards.tar import BrokenTar, Member, Sample, read_samples, walk_tar
 from open_clip_zerovl.shards.writing import write_shard
 from support.tars import png, write_source, write_tar
 
@@ -57,7 +56,7 @@ def test_headers_are_read_as_tarfile_reads_them(form):
             add(tar, name, os.urandom(size))
     content = stream.getvalue()
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        expected = [Member(m.name, m.offset_data, m.size) for m in tar if m.isreg()]
+        expected = [Member(m.name, m.offset_data, m.size, m.offset) for m in tar if m.isreg()]
     assert members_of(content) == expected and len(expected) >= 5
     end = expected[-1].offset + expected[-1].size
     for length in (0, 100, 512, end - 1 if expected[-1].size else end - 600, end):
@@ -132,7 +131,7 @@ def test_a_file_of_nine_gigabytes_is_read_from_its_header():
     def read_at(offset: int, size: int) -> bytes:
         return header if offset == 0 else bytes(size)
 
-    assert list(walk_tar(read_at, total)) == [Member("big.jpg", 512, 9 << 30)]
+    assert list(walk_tar(read_at, total)) == [Member("big.jpg", 512, 9 << 30, 0)]
 
 
 def test_a_header_that_claims_more_than_its_shard_asks_for_no_memory(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from open_clip_zerovl.prepare.public import (
     tsv_pairs,
 )
 from open_clip_zerovl.prepare.settings import Limits, Work
-from open_clip_zerovl.shards.members import read_samples
+from open_clip_zerovl.shards.tar import read_samples
 from support.hostile_server import hostile_server, photo
 
 WORK = Work(threads=4, progress=False, attempts=2, backoff_seconds=0.01)

@@ -467,11 +467,11 @@ def test_every_lost_sample_of_every_source_draws_its_own_replacement():
     slices = [ShardSlice(shard, 0, 1, shard) for shard in range(100)]
 
     def drawn(seed: int, index: int) -> list[int]:
-        def samples(shard: int, offset: int, position: int):
+        def samples(shard: int, offset: int):
             yield shard
 
-        substitutes = Substitutes(SimpleNamespace(seed=seed, index=index, samples=samples), slices)
-        return [substitutes.get(slices[position], 0, 0) for position in range(40)]
+        substitutes = Substitutes(SimpleNamespace(samples=samples), slices, index, seed)
+        return [substitutes.get(slices[position], 0, 0).sample for position in range(40)]
 
     one = drawn(0, 0)
     assert len(set(one)) > 20 and drawn(0, 0) == one

@@ -14,7 +14,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.features.encoder import FrozenModel
-from open_clip_zerovl.shards.members import read_samples
+from open_clip_zerovl.shards.tar import read_samples
 from scripts.paper.cluster import (
     LEFT_OUT,
     cluster,

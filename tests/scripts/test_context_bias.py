@@ -6,7 +6,7 @@ import json
 import pytest
 from PIL import Image
 
-from open_clip_zerovl.shards.members import read_samples
+from open_clip_zerovl.shards.tar import read_samples
 from scripts.paper import context_bias
 from scripts.paper.context_bias import threshold_of, write_halves
 from support.tars import png, write_tar

@@ -23,7 +23,7 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.shards import members
+from open_clip_zerovl.shards.tar import read_samples
 from scripts import quickstart
 from scripts.drawn import __main__ as command
 from scripts.drawn import drawings, make, packages, vocabulary
@@ -199,9 +199,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def concepts_in(paths) -> list[str]:
     return [
-        json.loads(s.files["json"])["concept"]
-        for path in sorted(paths)
-        for s in members.read_samples(path)
+        json.loads(s.files["json"])["concept"] for path in sorted(paths) for s in read_samples(path)
     ]
 
 
@@ -317,7 +315,7 @@ def test_the_training_pairs_as_a_table_and_pictures(registry, tmp_path, monkeypa
         s
         for source in SOURCES
         for p in sorted((tmp_path / "emoji" / source).glob("*.tar"))
-        for s in members.read_samples(p)
+        for s in read_samples(p)
     ]
     assert f"{len(trained)} pairs are in" in capsys.readouterr().out
     assert [row["title"] for row in rows] == [sample.files["txt"].decode() for sample in trained]
@@ -443,10 +441,7 @@ def test_the_bert_folder_works_in_open_clip_offline(emoji, monkeypatch):
     assert pieces.convert_ids_to_tokens(range(5)) == list(vocabulary.SPECIAL_TOKENS)
     assert (pieces.pad_token_id, pieces.cls_token, pieces.sep_token) == (0, "[CLS]", "[SEP]")
     samples = (
-        s
-        for source in SOURCES
-        for p in (out / source).glob("*.tar")
-        for s in members.read_samples(p)
+        s for source in SOURCES for p in (out / source).glob("*.tar") for s in read_samples(p)
     )
     train = [sample.files["txt"].decode() for sample in samples]
     ids = tokenizer(train)

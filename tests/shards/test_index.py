@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
-from open_clip_zerovl.data.reading import Reading
-from open_clip_zerovl.data.sources import Source, count_tar_samples
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.reader import Reader
+from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
 from open_clip_zerovl.shards import index as tar_index
 from open_clip_zerovl.shards.index import open_index
-from open_clip_zerovl.shards.members import META, ShardError, group, stream_samples
+from open_clip_zerovl.shards.tar import META, ShardError, group, locate_samples
 from support.tars import png, write_source, write_tar
 
 MEMBERS = [
@@ -36,13 +38,13 @@ MEMBERS = [
 ]
 
 
-def by_streaming(source: Source, start: int) -> list:
-    """Samples read through a pipe, which always begins at the tar's first byte."""
-    return list(Reading(compressed(source), 0).samples(0, start, start))
+def read(source: Source, start: int) -> list:
+    """(key, files) of the samples from a place on."""
+    return [(sample.key, sample.files) for sample in Reader(source).samples(0, start)]
 
 
 def compressed(source: Source) -> Source:
-    """The source with a compressed copy of its shard, which is read as a stream."""
+    """The source with a compressed copy of its shard, which is unpacked to be read."""
     copy = Path(f"{source.shards[0]}.gz")
     copy.write_bytes(gzip.compress(Path(source.shards[0]).read_bytes(), 1))
     return Source(source.name, (str(copy),), source.sizes, captions=source.captions)
@@ -50,7 +52,7 @@ def compressed(source: Source) -> Source:
 
 @settings(max_examples=40, deadline=None)
 @given(names=st.lists(st.sampled_from(MEMBERS), min_size=1, max_size=24), data=st.data())
-def test_counting_index_streaming_and_direct_access_agree(tmp_path_factory, names, data):
+def test_counting_index_unpacking_and_direct_access_agree(tmp_path_factory, names, data):
     path = str(
         write_tar(
             tmp_path_factory.mktemp("tar") / "0.tar",
@@ -58,21 +60,12 @@ def test_counting_index_streaming_and_direct_access_agree(tmp_path_factory, name
         )
     )
     count = count_tar_samples(path)
-    with_keys = [key for key, _ in stream_samples(path)]
-    assert len(with_keys) == count == len(open_index(path))
-    assert [open_index(path).key(number) for number in range(count)] == with_keys
     source = Source("s", (path,), (count,))
-    whole = list(Reading(source, 0).samples(0, 0, 0)) if count else []
-    assert [sample.key for sample in whole] == with_keys
+    whole = read(source, 0)
+    assert [key for key, _ in whole] == [key for key, _ in locate_samples(path)]
+    assert len(whole) == count == len(open_index(path))
     start = data.draw(st.integers(0, max(0, count - 1)))
-    for others in (
-        (list(Reading(source, 0).samples(0, start, start)), by_streaming(source, start))
-        if count
-        else ()
-    ):
-        assert [(s.image, s.caption, s.fault, s.position) for s in others] == [
-            (s.image, s.caption, s.fault, s.position) for s in whole[start:]
-        ]
+    assert read(source, start) == read(compressed(source), start) == whole[start:]
 
 
 def test_a_sample_ends_where_the_key_changes_or_a_suffix_repeats():
@@ -125,8 +118,8 @@ def test_it_is_built_once_and_again_when_the_tar_changes(shard, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("captions", np.full(30, -1)), ("captions", np.array("x")), ("key_ends", np.zeros(0)), ("keys", np.zeros(3)),
-        ("image", np.full((30, 2), 10**12)), ("text", np.zeros((2, 2, 2))), ("torn", np.array(1)),
+        ("captions", np.full(30, -1)), ("captions", np.array("x")), ("headers", np.zeros(30, np.int64)),
+        ("headers", np.arange(30) + 10**12), ("headers", np.zeros((2, 2, 2))), ("torn", np.array(1)),
     ],
 )  # fmt: skip
 def test_a_stored_index_that_does_not_add_up_is_built_again(shard, caplog, name, value):
@@ -137,7 +130,7 @@ def test_a_stored_index_that_does_not_add_up_is_built_again(shard, caplog, name,
     np.savez(stored, **changed)
     tar_index._open.cache_clear()
     index = open_index(str(shard))
-    assert index.captions.tolist() == [1] * 30 and index.key(29) == "00000029"
+    assert index.captions.tolist() == [1] * 30 and index.headers[0] == 0
     assert "cannot be read" in caplog.text and "built again" in caplog.text
 
 
@@ -173,33 +166,58 @@ def test_a_torn_tar_gives_the_same_samples_by_all_ways(shard):
         shard.write_bytes(whole[:size])
         os.utime(shard, ns=(size, size))
         outcomes = []
-        for read, start in ((source, 0), (source, 5), (compressed(source), 5)):
-            keys = []
-            with pytest.raises(ShardError) as raised:
-                for sample in Reading(read, 0).samples(0, start, start):
-                    keys.append((sample.key, sample.fault))
-            outcomes.append((keys[-3:], raised.value.readable))
+        for of, start in ((source, 0), (source, 5), (compressed(source), 5), (source, 29)):
+            *samples, fault = Reader(of).samples(0, start)
+            assert isinstance(fault, ShardError) and fault.reason == "truncated shard"
+            outcomes.append(([sample.key for sample in samples[-3:]], fault.readable))
         assert outcomes[0] == outcomes[1] == outcomes[2] and outcomes[0][1] > 5
+        assert outcomes[3] == ([], outcomes[0][1])
 
 
-def test_a_compressed_tar_has_no_index(tmp_path):
-    with tarfile.open(tmp_path / "0.tar", "w:gz") as tar:
-        tar.add(__file__, "a.txt")
-    with pytest.raises(tarfile.ReadError):
-        open_index(str(tmp_path / "0.tar"))
-    assert count_tar_samples(tmp_path / "0.tar") == 1
+def test_each_caption_is_a_sample_wherever_the_shard_is_entered(tmp_path, caplog):
+    """With `--captions all`; a torn shard is counted to the tear, and a warning says so."""
+    members = []
+    for number in range(5):
+        lines = "".join(f"{number} {line}\n" for line in range(number))
+        members += [(f"{number}.png", b"a picture"), (f"{number}.txt", lines.encode())]
+    shard = write_tar(tmp_path / "s" / "0.tar", members)
+    captions = [[], ["1 0"], *([f"{n} {line}"] for n in (2, 3, 4) for line in range(n))]
+    (source,) = parse_sources(f"s={tmp_path}/s", captions="all")
+    assert source.sizes == (11,) and not caplog.records
+    for start in range(11):
+        samples = list(Reader(source).samples(0, start))
+        assert [sample.captions for sample in samples] == captions[start:]
+    shard.write_bytes(shard.read_bytes()[: 512 * 4 * 4 + 700])
+    (torn,) = parse_sources(f"s={tmp_path}/s", captions="all")
+    assert torn.sizes == (7,) and "is torn after 7 captions" in caplog.text
+    with pytest.raises(UserError, match=r"0\.tar cannot be read as a tar file"):
+        parse_sources(f"s={tmp_path}/s", captions="all", on_bad_sample="fail")
+
+
+def test_a_link_leads_to_a_member_before_the_place_where_the_tar_is_entered(tmp_path):
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for number in range(5):
+            for name, content in (("png", b"a picture"), ("txt", b"a dog")):
+                member = tarfile.TarInfo(f"{number}.{name}")
+                if name == "png" and number:
+                    member.type, member.linkname = tarfile.LNKTYPE, "0.png"
+                else:
+                    member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    samples = Reader(Source("s", (str(tmp_path / "0.tar"),), (5,))).samples(0, 3)
+    assert [sample.image for sample in samples] == [b"a picture"] * 2
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_SPARSE, b"Z"])
-def test_a_stream_is_not_read_on_behind_its_end_for_what_a_header_claims(tmp_path, kind):
-    """tarfile would go on to the next header, 8 EiB further, a block of nothing at a time."""
+def test_a_tar_is_not_read_on_behind_its_end_for_what_a_header_claims(tmp_path, kind):
+    """tarfile would go on to the next header, 8 EiB further."""
     member = tarfile.TarInfo("b.png")
     member.size, member.type = (1 << 63) - 1, kind
     write_tar(tmp_path / "0.tar", [("a.txt", b"x")])
     content = (
         (tmp_path / "0.tar").read_bytes()[:1024] + member.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
     )
-    (tmp_path / "0.tar.gz").write_bytes(gzip.compress(content))
-    with pytest.raises(ShardError, match="claims 9223372036854[0-9]+ bytes"):
-        list(stream_samples(tmp_path / "0.tar.gz"))
+    (tmp_path / "0.tar").write_bytes(content)
+    with pytest.raises(ShardError, match="cut off after|size"):
+        list(locate_samples(tmp_path / "0.tar"))

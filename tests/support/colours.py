@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.indexed import IndexedSample, IndexedSet
+from open_clip_zerovl.data.indexed import IndexedSet, Picture
 
 COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
 
@@ -31,7 +31,7 @@ class Drawn(IndexedSet):
 
 
 def drawn(path: str, labels: list[str], read: Callable[[int], Image.Image]) -> Drawn:
-    return Drawn(path, [IndexedSample("", "", label=label) for label in labels], read=read)
+    return Drawn(path, [Picture("", "", label=label) for label in labels], read=read)
 
 
 def colour_set(count: int, *, seed: int = 0, mixed_up: bool = False, px: int = 40) -> IndexedSet:

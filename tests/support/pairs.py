@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 from PIL import Image
 
-from open_clip_zerovl.shards.members import Sample, read_samples
+from open_clip_zerovl.shards.tar import Sample, read_samples
 from support.tars import write_tar
 
 

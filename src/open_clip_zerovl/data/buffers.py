@@ -56,17 +56,17 @@ class PooledBatch:
     def of(
         cls, worker: int, block: int, images: torch.Tensor, others: Sequence[Any]
     ) -> PooledBatch:
-        """The micro-batch (images, *others), in the worker. Other tensors travel as arrays: as tensors, each would take a
+        """Make the micro-batch (images, *others), in the worker. Other tensors travel as arrays: as tensors, each would take a
         segment of shared memory and a descriptor."""
         sent = _each(torch.Tensor, _as_array, tuple(others))
         return cls(worker, os.getpid(), block, images, sent)
 
     def received(self) -> tuple[Any, ...]:
-        """`others`, arrays as tensors again."""
+        """Return `others` with arrays as tensors again."""
         return _each(_Bfloat16, _Bfloat16.tensor, _each(np.ndarray, torch.from_numpy, self.others))
 
     def pin_memory(self) -> PooledBatch:
-        """A copy with `pinned`; torch's DataLoader calls this on items that are not tensors."""
+        """Return a copy with `pinned`, for torch's DataLoader, which calls this on items that are not tensors."""
         return replace(
             self,
             pinned=_each(torch.Tensor, torch.Tensor.pin_memory, (self.images, *self.received())),
@@ -90,7 +90,7 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray | _Bfloat16:
 
 
 def _each(kind: type, function: Callable[[Any], Any], parts: Any) -> Any:
-    """`parts` with the function applied to each item of a type, also in nested tuples."""
+    """Apply a function to each item of a type, also in nested tuples."""
     if isinstance(parts, tuple):
         return tuple(_each(kind, function, part) for part in parts)
     return function(parts) if isinstance(parts, kind) else parts
@@ -115,7 +115,7 @@ class BufferPool:
         return {**self.__dict__, "_made": [], "_free": [], "_mapped": {}}
 
     def block(self, worker: int, like: torch.Tensor) -> tuple[int, torch.Tensor] | None:
-        """(number, tensor) of a free block of shared memory, in the worker; None if it has _MOST_BLOCKS in use.
+        """Find or make a free block of shared memory (number, tensor), in the worker, None if it has _MOST_BLOCKS in use.
 
         Args:
             like: has the wanted shape, type and strides; may be a meta tensor.
@@ -162,7 +162,7 @@ class BufferPool:
             ]
 
     def receive(self, batch: PooledBatch) -> tuple[Any, ...]:
-        """(images, *others), in the training process. The block is given back when no tensor uses its memory any more."""
+        """Return (images, *others), in training. The block is given back when no tensor uses its memory any more."""
         give_back = partial(
             _give_back, self._pipes[batch.worker][1], batch.process, batch.block, os.getpid()
         )

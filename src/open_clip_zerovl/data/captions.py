@@ -1,4 +1,4 @@
-"""Captions that come from several fields of a sample: the `txt`, keys of its json, keys of other JSON members.
+"""The captions of a sample: the lines of its `txt`, keys of its json, keys of other JSON members; the one that a step shows.
 
     --captions txt=0.5,syn=0.5        000.txt "a dog"      000.json {"syn": ["a brown dog runs", "a dog on grass"]}
     -> captions ["a dog", "a brown dog runs", "a dog on grass"], shown with shares 0.5, 0.25, 0.25
@@ -9,82 +9,61 @@ The share of a field that a sample lacks goes to its other fields, in proportion
 from __future__ import annotations
 
 import json
-import os
-import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.names import caption_fields, field_names
-from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.data.stats import Fault
-from open_clip_zerovl.shards.index import open_index
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, ShardError, locate_samples, opened
-from open_clip_zerovl.shards.urls import local_path
+from open_clip_zerovl.shards.tar import TEXT_EXTENSION, WANTED
+from open_clip_zerovl.shards.texts import Fault, caption_lines
 
 JSON_EXTENSION = "json"
 
 
-class DrawnCaptions(list[bytes]):
-    """Captions of a sample; each step draws one of them.
-
-    Attributes:
-        shares: probability of each caption; they sum to 1.
-    """
-
-    def __init__(self, captions: Iterable[bytes], shares: Iterable[float]) -> None:
-        super().__init__(captions)
-        self.shares = list(shares)
-
-    def at(self, u: float) -> int:
-        """The number of the caption that u, uniform in [0, 1), draws."""
-        for number, share in enumerate(self.shares):
-            u -= share
-            if u < 0:
-                return number
-        return len(self) - 1
-
-
 def member_of(field: str) -> str:
-    """The member of a sample that holds a field: `syn.json:syn_text` -> `syn.json`."""
+    """Return the member of a sample that holds a field: `syn.json:syn_text` -> `syn.json`."""
     if field == TEXT_EXTENSION:
         return TEXT_EXTENSION
     return field.partition(":")[0] if ":" in field else JSON_EXTENSION
 
 
-def captions_of(
-    members: Mapping[str, bytes | None], captions: str | None
-) -> DrawnCaptions | Fault | None:
-    """All captions of a sample, field by field; None if it has none of the fields.
+def members_of(captions: str | None) -> frozenset[str]:
+    """Return the suffixes of pictures, and of the members that hold captions."""
+    return WANTED | {member_of(field) for field in field_names(captions)}
 
-    A Fault if a member is not JSON.
+
+def texts_of(
+    files: Mapping[str, bytes], captions: str | None
+) -> tuple[list[bytes], Sequence[float]]:
+    """Return the captions of a sample, and the share with which each is drawn, or no shares where they take turns.
 
     Args:
-        members: suffix -> content, of at least the members that `member_of` names.
-        captions: `--captions`, which names fields.
+        files: suffix -> content, of at least the members that `member_of` names.
+        captions: `--captions`.
+
+    Raises:
+        Fault: it has none of the fields, or a member is not JSON.
     """
-    texts_and_shares: list[tuple[list[bytes], float]] = []
-    for field, share in caption_fields(captions):
-        texts = _texts_of(members, field)
-        if isinstance(texts, Fault):
-            return texts
-        if texts:
-            texts_and_shares.append((texts, share))
-    if not texts_and_shares:
-        return None
-    total = sum(share for _, share in texts_and_shares)
-    return DrawnCaptions(
-        [text for texts, _ in texts_and_shares for text in texts],
-        [share / total / len(texts) for texts, share in texts_and_shares for _ in texts],
-    )
+    if fields := caption_fields(captions):
+        given = [(_texts_in(files, field), share) for field, share in fields]
+        total = sum(share for texts, share in given if texts)
+        if total:
+            return (
+                [text for texts, _ in given for text in texts],
+                [share / total / len(texts) for texts, share in given for _ in texts],
+            )
+    elif TEXT_EXTENSION in files:
+        lines = caption_lines(files[TEXT_EXTENSION])
+        if captions in (None, "joined"):
+            lines = [b" ".join(lines)]
+        return lines[: 1 if captions == "first" else None], ()
+    raise Fault("no caption", f"has no caption ({', '.join(field_names(captions)) or 'txt'})")
 
 
-def _texts_of(members: Mapping[str, bytes | None], field: str) -> list[bytes] | Fault:
-    """The captions of one field, [] if the sample lacks it."""
+def _texts_in(files: Mapping[str, bytes], field: str) -> list[bytes]:
+    """Return the captions of one field, [] if the sample lacks it. Fault as `texts_of`."""
     member = member_of(field)
-    content = members.get(member)
+    content = files.get(member)
     if content is None:
         return []
     if field == TEXT_EXTENSION:
@@ -95,7 +74,7 @@ def _texts_of(members: Mapping[str, bytes | None], field: str) -> list[bytes] | 
         ValueError,
         RecursionError,
     ) as error:  # RecursionError: brackets within brackets, thousands deep
-        return Fault("bad json", f"has a member {member} that is not JSON ({error})")
+        raise Fault("bad json", f"has a member {member} that is not JSON ({error})") from error
     value = value.get(field.rpartition(":")[2]) if isinstance(value, dict) else None
     texts = [
         text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)
@@ -104,58 +83,34 @@ def _texts_of(members: Mapping[str, bytes | None], field: str) -> list[bytes] | 
     return [text.encode("utf-8", "surrogatepass") for text in texts]
 
 
-def caption_starts(source: Source) -> np.ndarray | None:
-    """(n + 1,) index of the first caption of each sample, over all captions of the source; None if each sample has one caption.
+def draw(
+    texts: Sequence[bytes],
+    shares: Sequence[float],
+    *,
+    seed: int,
+    source: int,
+    position: int,
+    samples: int,
+) -> bytes:
+    """Choose the caption that a step shows, an empty one of none.
 
-        samples of 1, 3 and 2 captions  ->  [0, 1, 4, 6]
+    Passes take an image's captions in turn, and the seed draws which is the first. Where captions come from several fields,
+    each pass draws a field by its share.
 
-    Samples have several captions with `--captions one-per-epoch` and FIELD=SHARE,...; with `all` each caption is a
-    sample of its own. In a shard that cannot be read each sample counts one caption.
-
-    Raises:
-        UserError: remote or compressed shards, whose captions cannot be counted.
+    Args:
+        texts, shares: see `texts_of`.
+        source: index of the source.
+        position: of the sample in the source's cycle.
+        samples: of the source.
     """
-    fields = field_names(source.captions)
-    if source.captions != "one-per-epoch" and not fields:
-        return None
-    counts = np.ones(source.num_samples, dtype=np.int64)
-    for number, shard in enumerate(source.shards):
-        begin, end = int(source.starts[number]), int(source.starts[number + 1])
-        path = local_path(shard)
-        if path is None:
-            raise UserError(
-                f"shards of source {source.name!r} are remote, first {shard}: their captions cannot be counted; copy them "
-                f"here, or leave '--captions {source.captions}' out"
-            )
-        try:
-            caption_counts = (
-                _counts_of_fields(path, source.captions) if fields else open_index(path).captions
-            )
-        except ShardError:
-            continue
-        except tarfile.ReadError as error:
-            raise UserError(
-                f"shard {shard} of source {source.name!r} is not a plain tar ({error}): its captions cannot be counted; unpack "
-                f"it, or leave '--captions {source.captions}' out"
-            ) from error
-        counts[begin : min(end, begin + len(caption_counts))] = caption_counts[: end - begin]
-    return np.concatenate([[0], np.cumsum(counts)])
-
-
-def _counts_of_fields(path: str, captions: str | None) -> np.ndarray:
-    """(n,) number of captions of each whole sample of a plain local tar, at least 1."""
-    wanted, counts = {member_of(field) for field in field_names(captions)}, []
-    with opened(path) as descriptor:
-        try:
-            for _, members in locate_samples(path):
-                content = {
-                    name: os.pread(descriptor, at[1], at[0])
-                    for name, at in members.items()
-                    if name in wanted
-                }
-                texts = captions_of(content, captions)
-                counts.append(max(1, len(texts)) if isinstance(texts, list) else 1)
-        except ShardError:
-            if not counts:
-                raise
-    return np.array(counts, dtype=np.int64)
+    if shares:
+        u = stream_seed(seed, Purpose.CAPTION_FIELD, source, position) / 2**64
+        for text, share in zip(texts, shares, strict=True):
+            u -= share
+            if u < 0:
+                return text
+        return texts[-1]
+    if len(texts) <= 1:
+        return texts[0] if texts else b""
+    lap, sample = divmod(position, samples)
+    return texts[(stream_seed(seed, Purpose.CAPTION, source, sample) + lap) % len(texts)]

@@ -29,7 +29,7 @@ def class_order(label: str) -> tuple[Any, ...]:
 
 
 def names_beside(folder: Path, labels: Sequence[str] | None = None) -> dict[str, str]:
-    """Return label -> name from the folder's classnames.txt, a name a line; {} without one.
+    """Return label -> name from the folder's classnames.txt, a name a line, {} without one.
 
     Args:
         labels: all classes in the order of `class_order`, which the lines name if there are as many; None for the numbers of
@@ -45,7 +45,7 @@ def names_beside(folder: Path, labels: Sequence[str] | None = None) -> dict[str,
 
 
 def lines_of(file: Path) -> list[str]:
-    """Read a file of a name or a template a line; other breaks than that of a line are blanks within one."""
+    """Read a file of a name or a template a line. Other breaks than that of a line are blanks within one."""
     text = text_of(file).rstrip()
     return [" ".join(line.split()) for line in text.split("\n")] if text else []
 

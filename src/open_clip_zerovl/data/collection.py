@@ -20,12 +20,15 @@ import numpy as np
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.components import kind_of, packed_folders
 from open_clip_zerovl.data.names import NAME
-from open_clip_zerovl.data.reading import picture_file
-from open_clip_zerovl.data.samples import origin_of, samples_of
+from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.splits import SPLITS
-from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.foreign import BadFile, read_foreign
 from open_clip_zerovl.shards.pictures import PICTURE_WORDS, picture_files
+from open_clip_zerovl.shards.tar import Sample
+
+# keys of a json; img2dataset writes `url`
+_ORIGINS = ("file", "filename", "file_name", "filepath", "image", "url")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Collection:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Pictures of each file."""
+        """Count the pictures of each file."""
         if self.shards is None:
             return [1] * len(self.files)
         return [source.sizes[shard] for source, shard in self.shards]
@@ -66,7 +69,7 @@ class Collection:
         return file, picture - int(ends[file]) + self.sizes[file]
 
     def pictures(self, number: int) -> Iterator[tuple[str, bytes | None]]:
-        """The pictures of file `number`: key ("" if the file is one) and encoded bytes, None for one that is not there.
+        """Yield the pictures of file `number`: key ("" if the file is one) and encoded bytes, None for one that is not there.
 
         Raises:
             UserError: a shard that cannot be read.
@@ -78,7 +81,7 @@ class Collection:
             yield sample.key, sample.image
 
     def shown(self, number: int, sample: Sample | None = None) -> str:
-        """The name of a picture in lists: its path, or its key in a shard and the file or URL that its json names."""
+        """Name a picture in lists: by its path, or by its key in a shard and the file or URL that its json names."""
         name = self.files[number].shown
         if sample is None:
             return name
@@ -121,8 +124,22 @@ def open_collection(data: str) -> Collection:
     )
 
 
+def picture_file(path: str) -> bytes | None:
+    """Read the bytes of a picture's file, None if it cannot be read. UserError as `foreign.read_foreign`."""
+    try:
+        return read_foreign(path)
+    except BadFile:
+        return None
+
+
+def origin_of(sample: Sample) -> str:
+    """Return the file or URL of a sample's picture before it was packed, as its json names it, "" if it names none."""
+    values = map(sample.about.get, _ORIGINS)
+    return next((value for value in values if isinstance(value, str) and value), "")
+
+
 def _every_split(component: str) -> str:
-    """Name all splits of an output of `zerovl data pack`; another component is as it was."""
+    """Name all splits of an output of `zerovl data pack`, and return another component as it was."""
     match = NAME.fullmatch(component)
     name, place = (match["name"], match["shards"]) if match else ("", component)
     if kind_of(place).kind != "packed":

@@ -9,13 +9,25 @@
     folder         any other folder
 
 `kind_of` examines a component once, before anything is read.
+
+The sizes of shards stand in the `sizes.json` of each shard's own folder. No command of a pipe is run for it.
+
+    shard                                          its sizes
+    /d/sbu/00000.tar                               /d/sbu/sizes.json
+    https://host/sbu/00000.tar?key=1               https://host/sbu/sizes.json?key=1
+    s3://bucket/sbu/00000.tar                      s3://bucket/sbu/sizes.json
+    pipe:cat /d/sbu/00000.tar | tee copy.tar       /d/sbu/sizes.json, opened as a file
+    pipe:fetch sbu/00000.tar@/d/sbu/sizes.json     the file named after the at sign
 """
 
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +36,9 @@ import yaml
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.splits import SPLITS
+from open_clip_zerovl.shards.fetch import RetryPolicy, ShardCache, Unreachable
 from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path, matching_urls
-from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, read_sizes
+from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SIZES_FILE, parse_sizes, read_sizes
 
 EXTENSIONS = (".csv", ".tsv")  # of tables
 PACKED = "pack.json"  # marks an output of `zerovl data pack`
@@ -50,7 +63,7 @@ class Component:
 
 
 def kind_of(text: str) -> Component:
-    """The component that a text names. It examines a folder's own entries only; a path need not exist.
+    """Parse the component that a text names. Of a folder its own entries are examined, and a path need not exist.
 
     Raises:
         UserError: a folder with several tables.
@@ -109,7 +122,7 @@ def check_no_manifest(file: str) -> None:
 
 
 def packed_folders(folder: str | Path) -> dict[str, Path]:
-    """Source -> folder with its splits, in an output of `zerovl data pack`; of one source {"": the output itself}."""
+    """Return source -> folder with its splits in an output of `zerovl data pack`, of one source {"": the output itself}."""
     places = [Path(folder)]
     if not _has_splits(places[0]):
         places = [entry for entry in sorted(places[0].iterdir()) if _has_splits(entry)]
@@ -118,7 +131,7 @@ def packed_folders(folder: str | Path) -> dict[str, Path]:
 
 
 def pack_file(split: Path) -> Path | None:
-    """Return the `pack.json` above a split's folder in an output of `zerovl data pack`; None for other folders."""
+    """Return the `pack.json` above a split's folder in an output of `zerovl data pack`, None for other folders."""
     files = [above / PACKED for above in split.parents[:2]] if split.name in SPLITS else []
     return next((file for file in files if file.is_file()), None)
 
@@ -160,7 +173,7 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
 
 
 def expand_braces(pattern: str) -> tuple[str, ...]:
-    """`{0..2}.tar` as three names. UserError for braces that do not match."""
+    """Expand `{0..2}.tar` to three names. UserError for braces that do not match."""
     try:
         return tuple(braceexpand.braceexpand(pattern))
     except ValueError as error:  # its UnbalancedBracesError
@@ -170,7 +183,7 @@ def expand_braces(pattern: str) -> tuple[str, ...]:
 
 
 def _matching(name: str) -> list[str]:
-    """The files that a name with * stands for; any other name by itself. UserError if there are none."""
+    """List the files that a name with * stands for, or any other name by itself. UserError if there are none."""
     path = local_path(name)
     if "*" not in (name.partition("?")[0] if path is None else path) or is_command(name):
         return [name]
@@ -180,3 +193,83 @@ def _matching(name: str) -> list[str]:
     if not files:
         raise UserError(f"no file is named like {name}; correct the pattern")
     return files
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sizes
+# ---------------------------------------------------------------------------------------------------------------------
+
+# the end of a path or URL that names a tar
+_TAR = re.compile(r"(?P<name>[^/?]+\.(?:tar|tgz)\b[^/?]*)(?P<query>\?.*)?$")
+
+
+def listed_sizes(
+    shards: Sequence[str], file: str | None = None, cache: ShardCache | None = None
+) -> dict[str, int]:
+    """Return shard -> samples, for the shards that a `sizes.json` lists.
+
+    Args:
+        file: one file for all shards, listed there by file name; None for the file beside each shard.
+        cache: the folder of fetched files.
+
+    Raises:
+        UserError: an unreadable file, wrong numbers, or a server that does not answer.
+    """
+    tables: dict[str, dict[str, int]] = {}
+    known: dict[str, int] = {}
+    for shard in shards:
+        name, place = _name_and_place(shard)
+        place = file if file is not None else place
+        if place is None:
+            continue
+        if place not in tables:
+            tables[place] = _read(place, cache or ShardCache())
+        if name in tables[place]:
+            known[shard] = tables[place][name]
+    return known
+
+
+def _name_and_place(shard: str) -> tuple[str, str | None]:
+    """Return the file name of a shard, and the path or URL of the `sizes.json` in its folder, None if that is unknown."""
+    if shard.startswith("pipe:"):
+        words = [word for word in _words(shard[len("pipe:") :]) if _TAR.search(word)]
+        if len(words) != 1:
+            return shard, None
+        name, place = _name_and_place(words[0])
+        # A relative path or another scheme in a command may mean something to that command only.
+        reachable = place is not None and (
+            os.path.isabs(place) or bool(re.match(r"https?://", place))
+        )
+        return name, place if reachable else None
+    path = local_path(shard)
+    if path is not None:
+        return os.path.basename(path), os.path.join(os.path.dirname(path), SIZES_FILE)
+    match = _TAR.search(shard)
+    if match is None:
+        return os.path.basename(shard), os.path.join(os.path.dirname(shard), SIZES_FILE)
+    return match["name"], shard[: match.start()] + SIZES_FILE + (match["query"] or "")
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # quotes that do not match
+        return []
+
+
+def _read(place: str, cache: ShardCache) -> dict[str, int]:
+    path = local_path(place)
+    if path is not None and os.path.basename(path) == SIZES_FILE:
+        return read_sizes(os.path.dirname(path) or ".") or {}
+    if is_command(place):
+        return {}  # no command is run here
+    try:
+        with cache.borrowed(place, RetryPolicy()) as path:
+            return parse_sizes(Path(path).read_bytes(), place)
+    except Unreachable as error:
+        if error.passing:
+            raise UserError(
+                f"{place} could not be fetched ({error}); check the host, or name a local copy (SHARDS@/path/{SIZES_FILE})"
+            ) from error
+        logging.warning(f"{place} cannot be read ({error}).")
+        return {}

@@ -32,19 +32,19 @@ _DIGITS = 16  # of a key, in an identity
 
 
 def picture_key(picture: Image.Image) -> str:
-    """A hash of a picture's size and RGB pixels as 24 hexadecimal digits; files with the same pixels have the same key."""
+    """Hash a picture's size and RGB pixels to 24 hexadecimal digits, the same for all files with the same pixels."""
     digest = hashlib.blake2b(f"{picture.size} ".encode(), digest_size=12)
     digest.update(picture.tobytes())
     return digest.hexdigest()
 
 
 def identity_of(picture: Image.Image) -> int:
-    """The identity of an RGB picture, `number_of` its key."""
+    """Return the identity of an RGB picture, `number_of` its key."""
     return number_of(picture_key(picture))
 
 
 def as_keys(identities: Iterable[int]) -> list[str]:
-    """Identities as hexadecimal digits, the beginnings of the keys of `zerovl data pack`."""
+    """Write identities as hexadecimal digits, the beginnings of the keys of `zerovl data pack`."""
     return [f"{int(identity) & (1 << 64) - 1:0{_DIGITS}x}" for identity in identities]
 
 
@@ -102,7 +102,7 @@ def write_trained_on(folder: Path, identities: Identities, before: Identities | 
 
 
 def list_of_trained(*identities: Identities | None) -> bytes:
-    """The content of TRAINED_ON for some identities; None for none, 0 of a sample without a picture."""
+    """Make the content of TRAINED_ON for some identities (None for none, 0 of a sample without a picture)."""
     numbers = np.concatenate([each for each in identities if each is not None])
     content = io.BytesIO()
     np.save(content, np.unique(numbers[numbers != 0]))
@@ -110,7 +110,7 @@ def list_of_trained(*identities: Identities | None) -> bytes:
 
 
 def trained_on(models: Iterable[str | Path]) -> Identities | None:
-    """The identities of the pictures on which some models were trained; None if no folder of them names any.
+    """Read the identities of the pictures on which some models were trained, None if no folder of them names any.
 
     Raises:
         UserError: a list that cannot be read.
@@ -138,7 +138,7 @@ def _lists_of(models: Iterable[str | Path]) -> Iterator[Identities]:
 def seen_sentence(
     held_out: Identities, seen: Identities | None, models: str, role: str = "held-out"
 ) -> str | None:
-    """A sentence if models were trained on pictures that are held out; None if they were not, as far as is known."""
+    """Say that models were trained on pictures that are held out, None if they were not, as far as is known."""
     count = 0 if seen is None else int(np.isin(np.unique(held_out), seen).sum())
     if not count:
         return None

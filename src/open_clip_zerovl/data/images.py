@@ -5,6 +5,10 @@
 - `split_normalize` leaves the transform's last two steps (ToTensor, Normalize) to the device, so that the loader moves a
   quarter of the bytes.
 
+- `with_auto_augment` and `image_transform_train` augment as the paper does (sections 2.2 and A.9): training crops 60-100 % of
+  the area and applies AutoAugment's ImageNet policy to the crop. Draws come from torch's default generator, as in torchvision;
+  the data pipeline seeds it for each sample (`randomness.reseed`).
+
     B  micro-batch      C, H, W  channels, rows and columns of an image
 """
 
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +25,21 @@ import torch
 from open_clip.transform import MaybeConvertMode
 from PIL import Image
 from timm.data.transforms import RandomResizedCropAndInterpolation
-from torchvision.transforms import Compose, Normalize, RandomResizedCrop, ToTensor
+from torchvision.transforms import (
+    AutoAugment,
+    AutoAugmentPolicy,
+    CenterCrop,
+    Compose,
+    InterpolationMode,
+    Normalize,
+    RandomResizedCrop,
+    Resize,
+    ToTensor,
+)
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.names import AUTO_AUGMENTS
+from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD
 from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded, orientation_of
 
 MIN_SIDE_PX = 2  # tracking pixels and placeholders of web pages have a side of one pixel
@@ -46,7 +62,7 @@ class Crop:
     ratio: tuple[float, float]
 
     def smallest(self, width_px: int, height_px: int) -> tuple[float, float]:
-        """Lower bounds, in px, of the width and of the height of any crop of an image of this size."""
+        """Return lower bounds, in px, of the width and of the height of any crop of an image of this size."""
         low, high = self.ratio
         area = self.min_area * width_px * height_px
         # Where no drawn crop fits, torchvision takes the largest central one of an allowed ratio.
@@ -55,7 +71,7 @@ class Crop:
         return width - 1, height - 1  # sides are rounded, and a reduced image's sides once more
 
     def reduction(self, width_px: int, height_px: int) -> int:
-        """The largest of 8, 4, 2, 1 by which an image may be reduced so that no crop of it has to be enlarged."""
+        """Return the largest of 8, 4, 2, 1 by which an image may be reduced so that no crop of it has to be enlarged."""
         width, height = self.smallest(width_px, height_px)
         for scale in _SCALES:
             if width >= self.width_px * scale and height >= self.height_px * scale:
@@ -64,7 +80,7 @@ class Crop:
 
 
 def crop_of(transform: Any) -> Crop | None:
-    """The random resized crop that a training transform begins with, or None if it begins with something else."""
+    """Return the random resized crop that a training transform begins with, None if it begins with something else."""
     steps = getattr(transform, "transforms", None) or [transform]
     step = next((step for step in steps if not isinstance(step, MaybeConvertMode)), None)
     if not isinstance(step, RandomResizedCrop | RandomResizedCropAndInterpolation):
@@ -79,7 +95,7 @@ def crop_of(transform: Any) -> Crop | None:
 
 
 def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
-    """The upright RGB image of encoded bytes, `pictures.as_shown`. An animation gives its first frame.
+    """Decode the upright RGB image of encoded bytes, `pictures.as_shown`. An animation gives its first frame.
 
     Args:
         crop: the crop that follows; with it JPEGs may be decoded at a reduced size.
@@ -103,7 +119,7 @@ def decode_image(data: bytes, crop: Crop | None = None) -> Image.Image:
 
 
 class ToBytes:
-    """PIL image -> uint8 tensor (C, H, W) with channels last in memory; ToTensor without the division by 255."""
+    """PIL image -> uint8 tensor (C, H, W) with channels last in memory, as ToTensor without the division by 255."""
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         pixels = np.array(image)  # (H, W, C); a copy, since torch needs writable memory
@@ -111,7 +127,7 @@ class ToBytes:
 
 
 def split_normalize(transform: Any) -> tuple[Compose, tuple[float, ...], tuple[float, ...]]:
-    """A training transform that yields uint8 tensors, and the normalisation that is left to the device.
+    """Split a training transform into one that yields uint8 tensors, and the normalisation that is left to the device.
 
     For the same random draws, `(new.float() / 255 - mean) / std` equals the old transform's image to 1e-6, where `new` is the
     new transform's image and mean and std have shape (C, 1, 1).
@@ -146,7 +162,7 @@ def normalize(
     std: Sequence[float],
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """uint8 images (B, C, H, W) -> normalised images in `dtype`, contiguous, on the same device.
+    """Normalise uint8 images (B, C, H, W) on their device, contiguous, in `dtype`.
 
     Args:
         mean, std: (C,), for pixels in 0..1.
@@ -160,7 +176,7 @@ def normalize(
 def _scale_and_shift(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(C, 1, 1) each; cached for each device, because copying numbers to a GPU makes the host wait."""
+    """Make (C, 1, 1) each, once a device, because copying numbers to a GPU makes the host wait."""
     scale = torch.tensor([1 / (255 * value) for value in std], device=device).view(-1, 1, 1)
     shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device).view(
         -1, 1, 1
@@ -169,7 +185,7 @@ def _scale_and_shift(
 
 
 def batch_layout(images: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A meta tensor (B, C, H, W) with the type and memory layout of the batch of these images (C, H, W).
+    """Make a meta tensor (B, C, H, W) with the type and memory layout of the batch of these images (C, H, W).
 
     Raises:
         ValueError: images of different shapes.
@@ -193,7 +209,7 @@ def batch_layout(images: Sequence[torch.Tensor]) -> torch.Tensor:
 def collate_images(
     images: Sequence[torch.Tensor], batch: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Images (C, H, W) as one tensor (B, C, H, W) in their own memory layout; each is copied once.
+    """Copy images (C, H, W), each once, into one tensor (B, C, H, W) in their own memory layout.
 
     Args:
         batch: the tensor to copy into, as `batch_layout` describes; None makes one.
@@ -206,3 +222,92 @@ def collate_images(
     for row, image in zip(batch, images, strict=True):
         row.copy_(image)
     return batch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The paper's transforms
+# ---------------------------------------------------------------------------------------------------------------------
+
+AUTO_AUGMENT_POLICIES = {name: AutoAugmentPolicy(name) for name in AUTO_AUGMENTS}
+
+Transform = Callable[[Image.Image], torch.Tensor]
+
+
+def with_auto_augment(transform: Compose, policy: str = "imagenet") -> Compose:
+    """Put AutoAugment into open_clip's training transform right after its random crop, on the cropped RGB image.
+
+    Args:
+        transform: the second value of `create_model_and_transforms`, with or without `--aug-cfg`.
+        policy: of AUTO_AUGMENT_POLICIES.
+
+    Raises:
+        UserError: a transform without a random resized crop.
+    """
+    augment = _auto_augment(policy)
+    steps = list(getattr(transform, "transforms", ()))
+    crops = [
+        index
+        for index, step in enumerate(steps)
+        if isinstance(step, RandomResizedCrop | RandomResizedCropAndInterpolation)
+    ]
+    if len(crops) != 1:
+        raise UserError(
+            "AutoAugment goes after the random resized crop of the training transform, and this one has "
+            f"{len(crops) or 'none'} ({', '.join(type(step).__name__ for step in steps) or type(transform).__name__}); "
+            "use open_clip's own training transform."
+        )
+    after = crops[0] + 1
+    if after < len(steps) and isinstance(steps[after], MaybeConvertMode):
+        after += 1  # AutoAugment takes RGB images
+    return Compose([*steps[:after], augment, *steps[after:]])
+
+
+def image_transform_train(
+    size_px: int,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    *,
+    area: tuple[float, float] = (0.6, 1.0),
+    auto_augment: str | None = None,
+) -> Compose:
+    """Make the paper's training transform (A.9): random resized crop, AutoAugment, normalisation (PIL image -> (3, S, S)).
+
+    It resizes bilinearly, as the released code does; open_clip's own transform is bicubic.
+
+    Args:
+        size_px: side S of the resulting square.
+        area: smallest and largest share of the image's area that a crop has.
+        auto_augment: a policy of AUTO_AUGMENT_POLICIES.
+    """
+    crop = RandomResizedCrop(size_px, scale=area, interpolation=InterpolationMode.BILINEAR)
+    augment = [_auto_augment(auto_augment)] if auto_augment is not None else []
+    return Compose([crop, MaybeConvertMode(), *augment, ToTensor(), Normalize(mean, std)])
+
+
+def paper_eval_transform(
+    size_px: int, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
+) -> Compose:
+    """Make the paper's evaluation transform: squash to 256 x 256, crop the middle 224 x 224 (both scaled to `size_px`).
+
+    The side before the crop is `size_px * 256 / 224`, rounded. open_clip's `preprocess_cfg` cannot express this transform, so
+    a checkpoint's own transform, which CLIP_benchmark applies too, differs from it.
+
+    Args:
+        size_px: side S of the resulting square; PIL image -> (3, S, S).
+    """
+    side = round(size_px * 256 / 224)
+    resize = Resize((side, side), interpolation=InterpolationMode.BILINEAR)
+    return Compose(
+        [MaybeConvertMode(), resize, CenterCrop(size_px), ToTensor(), Normalize(mean, std)]
+    )
+
+
+def paper_transform_of(visual: Any) -> Compose:
+    """Make the paper's evaluation transform (A.9) at the size, mean and deviation of an image tower (`model.visual`)."""
+    config = visual.preprocess_cfg
+    side = config["size"] if isinstance(config["size"], int) else config["size"][0]
+    return paper_eval_transform(side, config["mean"], config["std"])
+
+
+def _auto_augment(policy: str) -> AutoAugment:
+    return AutoAugment(AUTO_AUGMENT_POLICIES[policy])

@@ -2,12 +2,20 @@
 
 A set is indexed once: keys, captions or classes, and where the bytes of each picture lie. No picture is decoded. Pictures are
 then read by position, so that loader workers share nothing.
+
+`open_probe_set` reads labelled pictures:
+
+    DIR                         a folder of class folders, `DIR/CLASS/picture.jpg` (ImageNet ...)
+    DIR                         an output of `zerovl data pack` with classes: its training or test split
+    DIR or DIR/{000..146}.tar   webdataset shards with `key.jpg` and `key.cls` (a number, as CLIP_benchmark writes them),
+                                or with the class in a field of `key.json`
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,22 +31,32 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.core.identity import digest_of, file_digests
 from open_clip_zerovl.core.randomness import seeded
+from open_clip_zerovl.data.class_words import class_order, names_beside
+from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.images import decode_image
+from open_clip_zerovl.data.splits import shards_of_split
 from open_clip_zerovl.data.workers import ItemSet, read_batches
-from open_clip_zerovl.shards.members import (
+from open_clip_zerovl.shards.pictures import (
+    IMAGE_EXTENSIONS,
+    PICTURE_WORDS,
+    BadPicture,
+    list_pictures,
+    notes_of,
+)
+from open_clip_zerovl.shards.tar import (
     TEXT_EXTENSION,
     ShardError,
+    content_of,
     image_of,
     locate_samples,
     opened,
     why_no_pairs,
 )
-from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, PICTURE_WORDS, BadPicture
 from open_clip_zerovl.shards.urls import local_path
 
 
 @dataclass(frozen=True, slots=True)
-class IndexedSample:
+class Picture:
     """A picture as a range of bytes of a file, with its captions or its class.
 
     Attributes:
@@ -57,7 +75,7 @@ class IndexedSample:
     source: str = ""
 
     def content(self) -> bytes:
-        """The encoded picture. OSError if it cannot be read."""
+        """Read the encoded picture. OSError if it cannot be read."""
         with regular_file(self.file) as file:
             file.seek(self.offset_bytes)
             return file.read(self.size_bytes)
@@ -73,15 +91,15 @@ class IndexedSet:
     """
 
     path: str
-    samples: Sequence[IndexedSample] = field(repr=False)
+    samples: Sequence[Picture] = field(repr=False)
     names: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Number of pictures."""
+        """Count the pictures."""
         return len(self.samples)
 
     def image(self, index: int) -> Image.Image:
-        """The picture as RGB. UserError with file and key if it cannot be read or decoded."""
+        """Decode the picture as RGB. UserError with file and key if it cannot be read or decoded."""
         sample = self.samples[index]
         try:
             return decode_image(sample.content())
@@ -92,29 +110,29 @@ class IndexedSet:
 
     @cached_property
     def labels(self) -> list[str]:
-        """The class of each picture."""
+        """List the class of each picture."""
         return [sample.label for sample in self.samples]
 
     @cached_property
     def files(self) -> list[str]:
-        """The files that hold the pictures, each once."""
+        """List the files that hold the pictures, each once."""
         return list(dict.fromkeys(os.fspath(sample.file) for sample in self.samples))
 
     def captions(self, captions_per_image: int | None = None) -> list[tuple[str, ...]]:
-        """The captions of each picture, or the first `captions_per_image` of them."""
+        """List the captions of each picture, or the first `captions_per_image` of them."""
         return [sample.captions[:captions_per_image] for sample in self.samples]
 
     def num_captions(self, captions_per_image: int | None = None) -> int:
-        """Number of these captions."""
+        """Count these captions."""
         return sum(map(len, self.captions(captions_per_image)))
 
     def part(self, rank: int, world_size: int) -> IndexedSet:
-        """The share of a rank: consecutive pictures, so that the parts of all ranks in order are the set."""
+        """Take the share of a rank: consecutive pictures, so that the parts of all ranks in order are the set."""
         begin, end = (len(self) * r // world_size for r in (rank, rank + 1))
         return replace(self, samples=self.samples[begin:end])
 
     def in_files(self, paths: Iterable[str]) -> int:
-        """Number of pictures that lie in one of these files; all, if the set itself is one of them (a table)."""
+        """Count the pictures that lie in one of these files, all of them if the set itself is one (a table)."""
         files = {os.path.realpath(path) for path in set(paths)}
         if os.path.realpath(self.path) in files:
             return len(self)
@@ -175,7 +193,7 @@ def picture_batches(
     seed_of: Callable[[int], int] | None = None,
     **loader_options: Any,
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yields (pictures (b, 3, H, W), their numbers), in the set's order unless `loader_options` order them in another way.
+    """Yield (pictures (b, 3, H, W), their numbers), in the set's order unless `loader_options` order them in another way.
 
     Args:
         transform: image -> (3, H, W).
@@ -198,8 +216,8 @@ def index_shards(
     member: str,
     order: Sequence[str] = IMAGE_EXTENSIONS,
     advice: str = "mend or remove it",
-) -> Iterator[tuple[IndexedSample, bytes]]:
-    """(sample, content of its member of this suffix) of each sample of local tars, from their headers.
+) -> Iterator[tuple[Picture, bytes]]:
+    """Yield (picture, content of its member of this suffix) of each sample of local tars, from their headers.
 
     Args:
         order: which of several pictures of a sample is taken.
@@ -226,10 +244,121 @@ def index_shards(
                         lacks = f"image ({PICTURE_WORDS})" if image is None else f".{member}"
                         why = why_no_pairs(path) if member == TEXT_EXTENSION else ""
                         raise UserError(f"{path}: sample {key!r} has no {lacks}; {why or advice}")
-                    offset, size = members[member]
-                    yield IndexedSample(key, Path(path), *image), os.pread(descriptor, size, offset)
-        except (ShardError, tarfile.ReadError) as error:
+                    sample = Picture(key, Path(path), image.offset, image.size)
+                    yield sample, content_of(descriptor, members[member])
+        except ShardError as error:
             raise UserError(
                 f"{path} is not a readable, uncompressed tar ({error}): fetch or write it again; pairs of another "
                 f"form become tars with `zerovl data pack {path} --out DIR`"
             ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Labelled pictures
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def class_list(train: IndexedSet, test: IndexedSet) -> list[str]:
+    """Return the classes of the training set in the order of `class_order`.
+
+    Raises:
+        UserError: one class only, or a class of the test set that the training set lacks.
+    """
+    classes = sorted(set(train.labels), key=class_order)
+    if len(classes) < 2:
+        raise UserError(
+            f"{train.path} has the one class {classes[0]!r}; a probe needs at least two to tell apart"
+        )
+    if unknown := sorted(set(test.labels) - set(classes)):
+        raise UserError(
+            f"{test.path} has {len(unknown)} classes that {train.path} lacks, first {unknown[0]!r}; give a training and "
+            "a test set of the same classes"
+        )
+    return classes
+
+
+def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls") -> IndexedSet:
+    """Index a labelled set of one of the forms that the module's text lists.
+
+    Args:
+        role: `train` or `test`; it chooses the split of a packed folder.
+        label: where shards keep the class: `cls`, or `json:FIELD`.
+
+    Raises:
+        UserError: a path that is not there or holds nothing, a sample without image or class.
+    """
+    spec = os.fspath(spec)
+    path = Path(spec).expanduser()
+    if path.is_dir() and kind_of(str(path)).kind == "packed":
+        path = path / role
+    in_folders = path.is_dir() and not any(path.glob("*.tar"))
+    if label != "cls" and in_folders:
+        raise UserError(
+            f"--label {label} is for shards, and {spec} has a folder for each class; leave it out"
+        )
+    if in_folders:
+        return _read_folder(path)
+    return _read_shards(spec, shards_of_split(expand_shards(str(path)), role), label)
+
+
+def _of_files(
+    path: str, files: Sequence[str | os.PathLike[str]], labels: Sequence[str]
+) -> IndexedSet:
+    """Make a set of pictures that are files of their own."""
+    pairs = zip(files, labels, strict=True)
+    return IndexedSet(
+        path, [Picture(os.path.basename(file), file, label=label) for file, label in pairs]
+    )
+
+
+def _read_folder(path: Path) -> IndexedSet:
+    classes = sorted(
+        entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )
+    listed = {name: list_pictures(path / name, path) for name in classes}
+    pictures = [(file, name) for name, each in listed.items() for file in each.pictures]
+    if not pictures:
+        raise UserError(
+            f"{path} is not a folder of class folders (no picture in {', '.join(classes[:5]) or 'a folder'}); expected "
+            f"{path}/CLASS/PICTURE.jpg"
+        )
+    for note in notes_of(listed):
+        logging.warning(f"{path}: {note}")
+    labels = sorted({name for _, name in pictures}, key=class_order)
+    files = _of_files(str(path), [file for file, _ in pictures], [name for _, name in pictures])
+    return replace(files, names=names_beside(path, labels))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _read_shards(spec: str, shards: Sequence[str], label: str) -> IndexedSet:
+    """Index the pictures of shards. Only tar headers and classes are read here, and a picture on access."""
+    kind, _, name = label.partition(":")
+    other = "json:FIELD" if kind == "cls" else "cls"
+    advice = f"if the class is elsewhere, give --label {other} (zero-shot and linear-probe have it)"
+    samples = [
+        replace(sample, label=_class(content, name, f"{sample.key}.{kind} of {sample.file}"))
+        for sample, content in index_shards(shards, kind, advice=advice)
+    ]
+    if not samples:
+        raise UserError(f"the shards of {spec} hold no image ({PICTURE_WORDS})")
+    names = names_beside(Path(shards[0]).parent) if kind == "cls" else {}
+    return IndexedSet(spec, samples, names)
+
+
+def _class(content: bytes, name: str, where: str) -> str:
+    try:
+        if not name:
+            return str(int(content.decode().strip()))
+        value = json.loads(content)[name]
+    except (ValueError, KeyError, TypeError) as error:
+        expected = f"JSON with a field {name!r}" if name else "a class number"
+        raise UserError(f"{where} is not {expected}") from error
+    if not isinstance(value, (str, int)):
+        raise UserError(
+            f"the field {name!r} of {where} is {value!r}; a class is a word or a number"
+        )
+    return str(value)

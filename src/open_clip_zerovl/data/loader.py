@@ -84,7 +84,7 @@ class MixtureLoader:
 
     @property
     def lost(self) -> Mapping[str, Mapping[str, int]]:
-        """source -> reason -> samples that this rank has replaced since it began with the epoch."""
+        """Count the samples that this rank has replaced in the epoch, source -> reason -> samples."""
         return self.stats.epoch.lost
 
     def __len__(self) -> int:
@@ -148,7 +148,7 @@ class MixtureLoader:
             raise UserError(sentence) from error
 
     def _wait_sentence(self, seconds: float, delivered: int) -> str:
-        """The warning of a wait: its length, and the shard that is being read."""
+        """Make the warning of a wait: its length, and the shard that is being read."""
         worker = delivered % max(1, self.workers)
         reader = f"loader worker {worker}" if self.workers else "the process"
         limit = ""
@@ -164,7 +164,7 @@ class MixtureLoader:
         _end_workers(self._loader)
 
     def explain(self, error: RuntimeError, delivered: int = 0) -> str | None:
-        """The sentence for an error that torch's DataLoader raises about its workers, None for any other error.
+        """Make the sentence for an error that torch's DataLoader raises about its workers, None for any other error.
 
         Such an error may be raised anywhere in training, by torch's signal handler, and not only in this loader.
 
@@ -199,7 +199,7 @@ class MixtureLoader:
         )
 
     def _activity(self, worker: int) -> str:
-        """The shard that a worker reads, as the end of a sentence."""
+        """Name the shard that a worker reads, as the end of a sentence."""
         _, source, shard = self.mixture.activity[worker].get()
         if source < 0:
             return " (it has not opened a shard yet)"

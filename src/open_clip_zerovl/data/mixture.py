@@ -1,7 +1,7 @@
 """The data engine: webdataset shards of several sources in, micro-batches of (images, texts) out (section 3.1).
 
-    schedule (schedule.py) --> this reader's slices of each source --> raw samples (reading.py)
-        --> shuffled, bad ones replaced (sample_stream.py) --> decode, transform, tokenize, collate
+    schedule (schedule.py) --> this reader's slices of each source --> samples (reader.py)
+        --> shuffled, decoded, bad ones replaced (sample_stream.py) --> transform, tokenize, collate
         --> (images (B, C, H, W), texts (B, L))
 
 Each reader reads its own stretch of every source and emits the micro-batches that the schedule gives to it. Batches of one
@@ -42,8 +42,8 @@ from open_clip_zerovl.core.randomness import (
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
 from open_clip_zerovl.data.pixels import PixelTransform, pictures
-from open_clip_zerovl.data.reading import RawSample, Reading
-from open_clip_zerovl.data.sample_stream import SampleStream, SliceReader
+from open_clip_zerovl.data.reader import Reader, picture_of
+from open_clip_zerovl.data.sample_stream import SampleStream, Shown, SliceReader
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import BatchReport
 from open_clip_zerovl.data.tokens import fast_tokenizer
@@ -63,7 +63,7 @@ SHUFFLE_WINDOW_SAMPLES = (
 def schedule_of(
     sources: Sequence[Source], effective_batch: int, sampling: Sampling, *, seed: int, epoch: int
 ) -> Schedule:
-    """`source_schedule` of `Source` records, whose order may be given by name.
+    """Compute `source_schedule` of `Source` records, whose order may be given by name.
 
     Raises:
         UserError: what `source_schedule` refuses; a source order that names an unknown source or leaves one out.
@@ -201,7 +201,7 @@ class Mixture(IterableDataset):
         self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]
 
     def schedule(self, epoch: int) -> Schedule:
-        """The schedule of an epoch; the same on every rank and worker."""
+        """Compute the schedule of an epoch, the same on every rank and worker."""
         return schedule_of(
             self.sources, self.batching.effective_batch, self.sampling, seed=self.seed, epoch=epoch
         )
@@ -221,7 +221,7 @@ class Mixture(IterableDataset):
             yield error
 
     def _micro_batches(self, epoch: int, step: int, worker: int) -> Iterator[Any]:
-        """The micro-batches of an epoch that loader process `worker` delivers, from optimizer step `step` on.
+        """Yield the micro-batches of an epoch that loader process `worker` delivers, from optimizer step `step` on.
 
         A DataLoader asks process 0 first, wherever the epoch is entered, while micro-batch j always belongs to reader j % V.
         Where the first micro-batch is j0, process v therefore runs reader (j0 + v) % V:
@@ -266,7 +266,7 @@ class Mixture(IterableDataset):
             reader.ahead(None)
 
     def _stream(self, schedule: Schedule, index: int, reader: _Reader) -> SampleStream:
-        """A reader's samples of source `index`: its quota, after the quotas of the readers before it."""
+        """Open a reader's samples of source `index`: its quota, after the quotas of the readers before it."""
         source, epoch = self.sources[index], schedule.epoch
         quota = int(reader.quota[index])
         slices = epoch_slices(source.sizes, schedule, index, resampled=self.sampling.resampled)
@@ -277,11 +277,8 @@ class Mixture(IterableDataset):
         of_all = self.rank * self.batching.workers + reader.number
         draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)
         order = LocalOrder(quota, window, draws)
-        reading = Reading(
+        of_source = Reader.of_pairs(
             source,
-            index,
-            seed=self.seed,
-            fail=self.on_bad_sample == "fail",
             policy=RetryPolicy.within(
                 self.timeout_seconds,
                 lambda reason: reader.notes.append(
@@ -289,11 +286,19 @@ class Mixture(IterableDataset):
                 ),
             ),
             cache=self.cache,
-            ahead=reader.ahead,
             opens=lambda shard: self.activity[reader.worker].set(os.getpid(), index, shard),
             notes=reader.notes.append,
         )
-        return SampleStream(SliceReader(reading, mine, slices), order, int(reader.done[index]))
+        reading = SliceReader(
+            of_source,
+            mine,
+            slices,
+            index=index,
+            seed=self.seed,
+            fail=self.on_bad_sample == "fail",
+            ahead=reader.ahead,
+        )
+        return SampleStream(reading, order, int(reader.done[index]))
 
     def _batch(self, streams: Sequence[SampleStream], worker: int) -> tuple[Any, ...]:
         """Take the next sample of each stream: (images, texts, origin, report), or (`PooledBatch`, report)."""
@@ -304,14 +309,21 @@ class Mixture(IterableDataset):
         report = BatchReport()
         with preserved():
             for stream in streams:
-                sample, image, dropped = stream.take(self._decode)
-                self.reseed(stream_seed(self.seed, Purpose.IMAGE, sample.source, sample.place))
-                images.append(self.transform(image))  # at once: decoded images are large
-                captions.append(self._caption(sample))
-                content = content_numbers(sample) if wanted.with_content else ()
-                origins.append((sample.source, sample.position, *content))
-                if dropped is not None:
-                    report.dropped.append(dropped)
+                shown, source = stream.take(self._decode), stream.slices.index
+                place = shown.placed.place
+                self.reseed(stream_seed(self.seed, Purpose.IMAGE, source, place))
+                images.append(self.transform(shown.image))  # at once: decoded images are large
+                captions.append(
+                    shown.caption
+                    if wanted.augment_caption is None
+                    else wanted.augment_caption(
+                        shown.caption, stream_seed(self.seed, Purpose.WORDS, source, place)
+                    )
+                )
+                content = content_numbers(shown) if wanted.with_content else ()
+                origins.append((source, shown.placed.position, *content))
+                if shown.placed.loss is not None:
+                    report.dropped.append(shown.placed.loss)
         others: list[Any] = [self.tokenize(captions)]
         report.full = _full(others[0], [source for source, *_ in origins], self.padding)
         if wanted.with_origin or wanted.with_content:
@@ -324,21 +336,12 @@ class Mixture(IterableDataset):
         block, memory = shared_block
         return (PooledBatch.of(worker, block, collate_images(images, memory), others), report)
 
-    def _caption(self, sample: RawSample) -> str:
-        augment = self.preprocessing.augment_caption
-        if augment is None:
-            return sample.caption
-        return augment(
-            sample.caption,
-            stream_seed(self.seed, Purpose.WORDS, sample.source, sample.place),
-        )
-
-    def _decode(self, sample: RawSample) -> Any:
-        return self.decode(sample.image, self.crop)
+    def _decode(self, picture: bytes) -> Any:
+        return self.decode(picture, self.crop)
 
 
 def _full(texts: Any, sources: Sequence[int], padding: int | None) -> dict[int, int]:
-    """source -> samples with a text that fills the context: its last token is not padding."""
+    """Count each source's samples with a text that fills the context: its last token is not padding."""
     if padding is None or not isinstance(texts, torch.Tensor) or texts.ndim != 2:
         return {}
     full: dict[int, int] = {}
@@ -348,7 +351,7 @@ def _full(texts: Any, sources: Sequence[int], padding: int | None) -> dict[int, 
 
 
 def padding_of(tokenizer: Any) -> int | None:
-    """The token with which open_clip's tokenizers pad a text; None for any other tokenizer."""
+    """Return the token with which open_clip's tokenizers pad a text, None for any other tokenizer."""
     if isinstance(tokenizer, SimpleTokenizer):
         return 0
     return (
@@ -358,13 +361,13 @@ def padding_of(tokenizer: Any) -> int | None:
     )
 
 
-def content_numbers(sample: RawSample) -> tuple[int, ...]:
+def content_numbers(shown: Shown) -> tuple[int, ...]:
     """Return numbers of the caption and of the image file, int64.
 
     They are hashes, equal in every process for equal content.
     """
-    caption = " ".join(sample.caption.casefold().split()).encode()
+    caption = " ".join(shown.caption.casefold().split()).encode()
     return tuple(
         int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
-        for content in (caption, sample.image)
+        for content in (caption, picture_of(shown.placed.sample))
     )

@@ -27,13 +27,13 @@ AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
 
 
 def file_of_words(folder: Path, name: str) -> Path | None:
-    """CLASS_NAMES or TEMPLATES of a labelled set: in its folder or, as CLIP_benchmark has it, above its split; else None."""
+    """Find CLASS_NAMES or TEMPLATES of a labelled set: in its folder or, as CLIP_benchmark has it, above its split."""
     return next((file for file in (folder / name, folder.parent / name) if file.is_file()), None)
 
 
 @functools.cache
 def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
-    """The fields from which captions are drawn, each with its probability; () for values of another form.
+    """Parse the fields from which captions are drawn, each with its probability, () for values of another form.
 
         caption_fields("txt=0.5,syn=0.5")  ->  (("txt", 0.5), ("syn", 0.5))
 
@@ -66,22 +66,22 @@ def caption_fields(captions: str | None) -> tuple[tuple[str, float], ...]:
 
 
 def field_names(captions: str | None) -> tuple[str, ...]:
-    """Return the fields that `--captions` names; () for none."""
+    """Return the fields that `--captions` names, () for none."""
     return tuple(name for name, _ in caption_fields(captions))
 
 
 def is_captions(captions: str) -> bool:
-    """True for a `--captions` value in CAPTIONS, or of the form of `caption_fields`; UserError as there."""
+    """Return whether a `--captions` value is in CAPTIONS, or of the form of `caption_fields`. UserError as there."""
     return captions in CAPTIONS or bool(field_names(captions))
 
 
 def is_named(train_data: str | None) -> bool:
-    """True if a `--train-data` value names at least one of its sources, and so selects this package's mixture."""
+    """Return whether a `--train-data` value names at least one of its sources, and so selects this package's mixture."""
     return bool(train_data) and any(NAME.fullmatch(part) for part in str(train_data).split("::"))
 
 
 def check_paths(train_data: str) -> None:
-    """A quick look at named sources, before anything is loaded for reading them.
+    """Look at named sources quickly, before anything is loaded for reading them.
 
     Raises:
         UserError: a folder or file of this machine, written without braces, that is not there.

@@ -57,14 +57,14 @@ _ON_BYTES = frozenset(("Invert", "Posterize", "Solarize"))
 
 @cache
 def has_decoder() -> bool:
-    """True if the fast JPEG decoder is installed; warns once if it is missing."""
+    """Return whether the fast JPEG decoder is installed, and warn once if it is missing."""
     if simplejpeg is None:
         logging.warning("simplejpeg is not installed: pictures are decoded and resized by PIL.")
     return simplejpeg is not None
 
 
 def decode_pixels(data: bytes, crop: Crop | None = None) -> np.ndarray:
-    """The RGB picture of encoded bytes, (H, W, 3) uint8, as `images.decode_image` decodes it.
+    """Decode the RGB picture of encoded bytes, (H, W, 3) uint8, as `images.decode_image` decodes it.
 
     Raises:
         BadPicture: as `decode_image`.
@@ -74,7 +74,7 @@ def decode_pixels(data: bytes, crop: Crop | None = None) -> np.ndarray:
 
 
 def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
-    """A JPEG's pixels; None for files that PIL decodes: turned, unusual colour spaces, sizes that may be refused, torn."""
+    """Decode a JPEG, None for files that PIL decodes: turned, unusual colour spaces, sizes that may be refused, torn."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
         limit = Image.MAX_IMAGE_PIXELS
@@ -99,7 +99,7 @@ def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
 def pictures(
     transform: Any, path: str
 ) -> tuple[Callable[[Any], torch.Tensor], Callable[[bytes, Crop | None], Any]]:
-    """(transform, decoder) of a pixel path; the transform takes the decoder's output.
+    """Return (transform, decoder) of a pixel path, of which the transform takes the decoder's output.
 
     Where "arrays" is not possible, a warning says so and the pair is that of "pil".
 
@@ -144,7 +144,7 @@ class PixelTransform:
 
 
 def on_arrays(transform: Any) -> PixelTransform | None:
-    """A PIL transform that ends in uint8 (`images.split_normalize`), on arrays; None if a step has no such form."""
+    """Return a PIL transform that ends in uint8 (`images.split_normalize`) on arrays, None if a step has no such form."""
     steps: list[Step] = []
     for step in getattr(transform, "transforms", None) or [transform]:
         if isinstance(step, MaybeConvertMode | ToBytes | PILToTensor):
@@ -170,7 +170,7 @@ def _step(step: Any) -> Step | None:
 
 
 def _fp32(value: float) -> float:
-    """The value rounded to fp32."""
+    """Round a value to fp32."""
     return ctypes.c_float(value).value
 
 
@@ -201,7 +201,7 @@ class _RandomResizedCrop:
         )
 
     def box(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """(top, left, height, width) as `RandomResizedCrop.get_params` draws them, from the same draws, in a third of the time.
+        """Draw (top, left, height, width) as `RandomResizedCrop.get_params`, by the same draws, in a third of the time.
 
         torchvision makes about ten tensors for each attempt, and half of the attempts do not fit a picture of 3 : 2. Here an
         attempt is one draw of two numbers u, scaled as torch's `uniform_(a, b)` does: u (b - a) + a in fp64, rounded to fp32.
@@ -269,7 +269,7 @@ class ArrayAutoAugment:
         return _tensor(shown)
 
     def _policies(self, height: int, width: int) -> list[list[tuple[str, float, float, bool]]]:
-        """The operations of each policy: (name, probability, strength, whether the strength has a random sign)."""
+        """List the operations of each policy: (name, probability, strength, whether the strength has a random sign)."""
         policies = self._sizes.get((height, width))
         if policies is None:
             space: dict[str, Any] = self.step._augmentation_space(10, (height, width))
@@ -289,7 +289,7 @@ class ArrayAutoAugment:
 
 
 def _tensor(shown: torch.Tensor | Image.Image) -> torch.Tensor:
-    """(3, H, W) in channels-last memory."""
+    """Return (3, H, W) in channels-last memory."""
     return (
         torch.from_numpy(np.array(shown)).permute(2, 0, 1)
         if isinstance(shown, Image.Image)

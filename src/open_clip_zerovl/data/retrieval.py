@@ -24,23 +24,23 @@ import filecmp
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.annotations import read_karpathy
 from open_clip_zerovl.data.components import Component, expand_shards, kind_of, packed_folders
 from open_clip_zerovl.data.indexed import (
-    IndexedSample,
     IndexedSet,
+    Picture,
     index_shards,
     picture_batches,
 )
-from open_clip_zerovl.data.splits import shards_of_split
-from open_clip_zerovl.shards.members import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION
+from open_clip_zerovl.data.splits import shards_of_split, split_of_word
+from open_clip_zerovl.shards.archives import json_array, open_member
+from open_clip_zerovl.shards.tar import CLIP_BENCHMARK_ORDER, TEXT_EXTENSION
 from open_clip_zerovl.shards.texts import BadCaption, caption_lines, caption_of
 from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SHARD_COUNT
 
@@ -55,7 +55,7 @@ def retrieval_batches(
     batch_size: int = 64,
     num_workers: int = 0,
 ) -> Iterator[CaptionedBatch]:
-    """Yields (images (b, 3, H, W), for each image its captions) in the set's order; the last batch may be smaller.
+    """Yield (images (b, 3, H, W), for each image its captions) in the set's order. The last batch may be smaller.
 
     Args:
         preprocess: image -> (3, H, W).
@@ -73,7 +73,7 @@ def retrieval_batches(
 
 
 def parse_retrieval_data(spec: str) -> dict[str, Path]:
-    """`"coco=/data/coco::f30k=/data/f30k"` -> {"coco": Path, "f30k": Path}, in open_clip's `::` syntax; labelled sets, too.
+    """Parse `"coco=/data/coco::f30k=/data/f30k"`, also of labelled sets, to {"coco": Path, "f30k": Path}.
 
     A set without a name takes that of its folder, of its file of annotations without the ending, or of its shards' folder.
 
@@ -109,7 +109,7 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
 
 
 def _sets_of(name: str, folder: Path, *, named: bool) -> dict[str, Path]:
-    """The sets of an entry: of an output of `zerovl data pack` with several sources, one each; else the entry itself."""
+    """List the sets of an entry: one a source of an output of `zerovl data pack`, else the entry itself."""
     if not folder.is_dir() or kind_of(str(folder)).kind != "packed":
         return {name: folder}
     return {
@@ -119,7 +119,7 @@ def _sets_of(name: str, folder: Path, *, named: bool) -> dict[str, Path]:
 
 
 def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> IndexedSet:
-    """Indexes a retrieval set.
+    """Index a retrieval set.
 
     Args:
         path: a set, see the module's text; `ANNOTATIONS@PICTURES` names the folder of an annotation file's pictures.
@@ -144,7 +144,7 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ind
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _read_annotations(component: Component, split: str) -> Iterator[IndexedSample]:
+def _read_annotations(component: Component, split: str) -> Iterator[Picture]:
     file = Path(component.path)
     images = read_karpathy(file, file.name)
     chosen = [image for image in images if image.split == split]
@@ -153,11 +153,11 @@ def _read_annotations(component: Component, split: str) -> Iterator[IndexedSampl
         raise UserError(f"{file} has no split '{split}'; it has {known} (restval counts as train)")
     places = _find_pictures(component, [image.filename for image in chosen])
     for image, place in zip(chosen, places, strict=True):
-        yield IndexedSample(str(image.image_id), place, captions=image.captions)
+        yield Picture(str(image.image_id), place, captions=image.captions)
 
 
 def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
-    """The files of pictures by name, in a folder and in its subfolders (COCO's train2014, val2014), or by relative path.
+    """Find the files of pictures by name, in a folder and its subfolders (COCO's train2014, val2014), or by relative path.
 
     Raises:
         UserError: pictures that are missing, or that are in two folders and differ.
@@ -207,7 +207,7 @@ def _find_pictures(component: Component, names: Sequence[str]) -> list[Path]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _read_benchmark(component: Component, split: str) -> Iterator[IndexedSample]:
+def _read_benchmark(component: Component, split: str) -> Iterator[Picture]:
     folder = Path(component.path)
     mark, count_file = folder / RETRIEVAL_MARK, folder / split / SHARD_COUNT
     if not mark.is_file() or mark.read_text(encoding="utf-8").strip().lower() != "retrieval":
@@ -226,11 +226,11 @@ def _read_benchmark(component: Component, split: str) -> Iterator[IndexedSample]
     yield from _samples(str(folder / split / f"{i}.tar") for i in range(int(count)))
 
 
-def _read_shards(component: Component, split: str) -> Iterator[IndexedSample]:
+def _read_shards(component: Component, split: str) -> Iterator[Picture]:
     yield from _samples(shards_of_split(expand_shards(component.path), split))
 
 
-def _samples(shards: Iterable[str]) -> Iterator[IndexedSample]:
+def _samples(shards: Iterable[str]) -> Iterator[Picture]:
     for sample, content in index_shards(shards, TEXT_EXTENSION, CLIP_BENCHMARK_ORDER):
         # A `txt` is divided as training divides it.
         where = f"{sample.file}: sample {sample.key!r}"
@@ -238,8 +238,63 @@ def _samples(shards: Iterable[str]) -> Iterator[IndexedSample]:
 
 
 def _captions(texts: Sequence[bytes], where: str) -> tuple[str, ...]:
-    """The captions of a picture. UserError if there are none, an empty one, or one that is not UTF-8."""
+    """Return the captions of a picture. UserError if there are none, an empty one, or one that is not UTF-8."""
     try:
         return tuple(map(caption_of, texts or [b""]))
     except BadCaption as error:
         raise UserError(f"{where} {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Karpathy's splits of MS-COCO and Flickr30K: `images` with `filename`, `split`, ids and `sentences`, as one JSON file
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CaptionedImage:
+    """An image of Karpathy's file, of the split train, val or test."""
+
+    filename: str
+    split: str
+    image_id: int
+    captions: tuple[str, ...]
+    caption_ids: tuple[int, ...]
+
+
+def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
+    """Read the images of a Karpathy file, in its order.
+
+    Raises:
+        UserError: an entry of another form, a split that is unknown, or an image without captions.
+    """
+    images = []
+    with open_member(path, name) as stream:
+        for number, entry in enumerate(json_array(stream, str(path), key="images")):
+            try:
+                # MS-COCO's own id if there is one, as in published results.
+                image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
+                sentences = [
+                    (" ".join(s["raw"].split()), int(s["sentid"])) for s in entry["sentences"]
+                ]
+                sentences = [(caption, i) for caption, i in sentences if caption]
+                split = split_of_word(entry["split"])
+                if split is None:
+                    raise ValueError(f"unknown split {entry['split']!r}")
+                image = CaptionedImage(
+                    str(entry["filename"]),
+                    split,
+                    image_id,
+                    tuple(caption for caption, _ in sentences),
+                    tuple(i for _, i in sentences),
+                )
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                raise UserError(
+                    f"entry {number} of {path} does not have the form of Karpathy's images ({type(error).__name__} {error}): "
+                    "give dataset_coco.json or dataset_flickr30k.json."
+                ) from error
+            if not image.captions:
+                raise UserError(
+                    f"entry {number} of {path}, {image.filename}, has no caption: give the official file."
+                )
+            images.append(image)
+    return images

@@ -17,28 +17,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.data.reading import (
-    RawSample,
-    Reading,
-    Surplus,
-    sample_sentence,
-    shard_sentence,
-    wrong_size,
-)
-from open_clip_zerovl.data.stats import DroppedSample, Fault
+from open_clip_zerovl.data.captions import draw, texts_of
+from open_clip_zerovl.data.reader import SURPLUS, Reader, picture_of, sample_sentence
+from open_clip_zerovl.data.stats import DroppedSample
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.slices import ShardSlice
-from open_clip_zerovl.shards.members import ShardError
-from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.tar import Sample, ShardError
+from open_clip_zerovl.shards.texts import Fault, caption_of
+from open_clip_zerovl.shards.urls import local_path
 
 MARGIN_SAMPLES = (
     64  # largest distance of a replacement; encoded samples of this many places are kept
@@ -48,69 +43,101 @@ Item = TypeVar("Item")
 Image = TypeVar("Image")
 
 
+class Placed(NamedTuple):
+    """A sample in the source's endless cycle.
+
+    Attributes:
+        position: its own number there; unique over epochs and passes.
+        loss: the loss that it replaces; None for a sample at its own place.
+    """
+
+    sample: Sample
+    position: int
+    loss: DroppedSample | None = None
+
+    @property
+    def place(self) -> int:
+        """Return the position that the schedule asks for: the sample's own, or that of the sample that it replaces."""
+        return self.position if self.loss is None else self.loss.position
+
+
+class Shown(NamedTuple):
+    """A placed sample with its decoded picture and its caption."""
+
+    placed: Placed
+    image: object
+    caption: str
+
+
 @dataclass
 class SliceReader:
     """Reads slices of a source.
 
     Args:
-        reading: settings of the source.
+        reader: of the source.
         slices: the slices of this reader, in order.
         epoch_slices: all slices of the source in the epoch; samples of them replace lost ones.
+        index: number of the source in the mixture.
+        seed: the seed of the run.
+        fail: raise UserError for a bad sample or shard, instead of replacing it.
+        ahead: called with the URL of a remote shard that will be read soon.
     """
 
-    reading: Reading
+    reader: Reader
     slices: Sequence[ShardSlice]
     epoch_slices: Sequence[ShardSlice]
+    index: int = 0
+    seed: int = 0
+    fail: bool = False
+    ahead: Callable[[str], None] = lambda _: None
     substitutes: Substitutes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.substitutes = Substitutes(self.reading, self.epoch_slices)
+        self.substitutes = Substitutes(self.reader, self.epoch_slices, self.index, self.seed)
 
-    def samples(self, begin: int = 0) -> Generator[RawSample, None, None]:
-        """Iterate over the samples of all slices, from sample number `begin` on.
+    def samples(self, begin: int = 0) -> Generator[Placed, None, None]:
+        """Yield the samples of all slices, from sample number `begin` on.
 
         Raises:
-            UserError: with `reading.fail`, anything wrong with a shard; without, no readable sample to replace a lost one.
+            UserError: with `fail`, anything wrong with a shard; without, no readable sample to replace a lost one.
         """
-        reading, source = self.reading, self.reading.source
         for number, part in enumerate(self.slices, start=1):
             if begin >= len(part):
                 begin -= len(part)
                 continue
             if number < len(self.slices):
-                reading.announce(self.slices[number].shard)
-            offset = part.start + begin
-            position = part.position + begin
+                self._announce(self.slices[number].shard)
+            yield from self._of_slice(part, part.start + begin)
             begin = 0
-            try:
-                with closing(reading.samples(part.shard, offset, position)) as samples:
-                    while offset < part.stop:
-                        sample = next(samples)
-                        if reading.fail and sample.fault is not None:
-                            # a shard that ends here is torn, and its last sample not bad
-                            with suppress(Surplus):
-                                next(samples, None)
-                            raise UserError(sample_sentence(source, sample, sample.fault))
-                        yield sample
-                        offset += 1
-                    if part.stop == source.sizes[part.shard]:
-                        next(samples, None)  # raises where the shard does not end here
-            except Surplus:
-                message = wrong_size(source, part.shard, "more")
-                if reading.fail:
-                    raise UserError(message) from None
-                reading.notes(f"{message}. The samples beyond this number are not read")
-            except ShardError as error:
-                if reading.fail:
-                    raise UserError(shard_sentence(source, part.shard, error)) from error
-                for lost in range(offset, part.stop):
-                    yield self._substitute(part, lost, error)
 
-    def _substitute(self, part: ShardSlice, lost: int, error: ShardError) -> RawSample:
-        """Return the sample that stands for sample `lost` of a shard that cannot be read."""
-        shard, position = self.reading.source.shards[part.shard], part.position + lost - part.start
-        loss = DroppedSample(self.reading.index, error.reason, "", shard, str(error), position)
-        return replace(self.substitutes.get(part, lost, error.readable), stands_for=loss)
+    def _of_slice(self, part: ShardSlice, start: int) -> Iterator[Placed]:
+        reader, positions = self.reader, part.position - part.start
+        with closing(reader.samples(part.shard, start)) as samples:
+            number, sample = start, next(samples, None)
+            while number < part.stop and isinstance(sample, Sample):
+                last, number = sample, number + 1
+                at_end = number == part.stop < reader.source.sizes[part.shard]
+                sample = None if at_end else next(samples, None)
+                # of a torn shard the last sample may lack a file, which is not its own fault
+                if not (self.fail and isinstance(sample, ShardError)):
+                    yield Placed(last, positions + number - 1)
+        if not isinstance(sample, ShardError):
+            return
+        sentence = reader.sentence(part.shard, sample)
+        if self.fail:
+            raise UserError(sentence) from sample
+        if sample.reason == SURPLUS:
+            reader.notes(f"{sentence}. The samples beyond this number are not read")
+        for lost in range(number, part.stop):
+            shard, position = reader.source.shards[part.shard], positions + lost
+            loss = DroppedSample(self.index, sample.reason, "", shard, sample.detail, position)
+            replacement = self.substitutes.get(part, lost, sample.readable)
+            yield replacement._replace(loss=loss)
+
+    def _announce(self, shard: int) -> None:
+        """Fetch a remote shard in advance, because it will be read soon."""
+        if local_path(self.reader.source.shards[shard]) is None:
+            self.ahead(self.reader.source.shards[shard])
 
 
 @dataclass
@@ -121,17 +148,19 @@ class Substitutes:
     the first slice that can be read; if none can, by a readable sample of its own shard.
     """
 
-    reading: Reading
+    reader: Reader
     slices: Sequence[ShardSlice]
+    index: int = 0
+    seed: int = 0
     # shards known to be torn -> whole samples
     _readable: dict[int, int] = field(default_factory=dict, init=False)
-    _open: tuple[int, int, Generator[RawSample, None, None]] | None = field(
+    _open: tuple[int, int, Generator[Sample | ShardError, None, None]] | None = field(
         default=None, init=False
     )
     _drawn: tuple[int, list[int]] = field(default=(-1, []), init=False)
 
-    def get(self, part: ShardSlice, offset: int, readable: int, *, attempt: int = 0) -> RawSample:
-        """The sample that replaces sample `offset` of a part.
+    def get(self, part: ShardSlice, offset: int, readable: int, *, attempt: int = 0) -> Placed:
+        """Return the sample that replaces sample `offset` of a part.
 
         Args:
             readable: number of readable samples of the part's own shard.
@@ -152,37 +181,35 @@ class Substitutes:
             replacement = self._read(same_shard, (offset + attempt) % readable)
             if replacement is not None:
                 return replacement
-        source = self.reading.source
+        source = self.reader.source
         raise UserError(
             f"none of the {len(source.shards)} shards of source {source.name!r} can be read, so that nothing replaces the lost "
             "samples; check that they are there and whole"
         )
 
     def _order(self, position: int) -> list[int]:
-        """Numbers of all slices, in the order in which they are tried for the lost part at this position."""
+        """List the numbers of all slices, in the order in which they are tried for the lost part at this position."""
         if self._drawn[0] != position:
-            rng = stream(self.reading.seed, Purpose.SUBSTITUTES, self.reading.index, position)
+            rng = stream(self.seed, Purpose.SUBSTITUTES, self.index, position)
             self._drawn = position, rng.permutation(len(self.slices)).tolist()
         return self._drawn[1]
 
-    def _read(self, part: ShardSlice, offset: int) -> RawSample | None:
-        """Sample `offset` of a part's shard, None if it cannot be read. The shard stays open for the next sample."""
+    def _read(self, part: ShardSlice, offset: int) -> Placed | None:
+        """Read sample `offset` of a part's shard, None if it cannot be read. The shard stays open for the next sample."""
         if offset >= self._readable.get(part.shard, offset + 1):
             return None
-        position = part.position + offset - part.start
-        try:
-            if self._open is None or self._open[:2] != (part.shard, position):
-                self.close()
-                samples = self.reading.samples(part.shard, offset, position)
-            else:
-                samples = self._open[2]
-            sample = next(samples)
-        except ShardError as error:
-            self._readable[part.shard] = error.readable
+        if self._open is None or self._open[:2] != (part.shard, offset):
+            self.close()
+            samples = self.reader.samples(part.shard, offset)
+        else:
+            samples = self._open[2]
+        sample = next(samples)
+        if isinstance(sample, ShardError):
+            self._readable[part.shard] = sample.readable
             self._open = None
             return None
-        self._open = part.shard, position + 1, samples
-        return sample
+        self._open = part.shard, offset + 1, samples
+        return Placed(sample, part.position + offset - part.start)
 
     def close(self) -> None:
         """Close the shard that is open."""
@@ -197,7 +224,7 @@ def reordered(
     arrived: int = 0,
     passed: AbstractSet[int] = frozenset(),
 ) -> Iterator[Item]:
-    """The items of a stream in another order, reading no further ahead than the order needs.
+    """Yield the items of a stream in another order, reading no further ahead than the order needs.
 
         reordered([array([1, 0, 2])], iter("abc"))  ->  b, a, c; "b" comes after two were read, "c" after three
 
@@ -220,7 +247,7 @@ def reordered(
 
 @dataclass
 class SampleStream:
-    """One reader's samples of a source in an epoch; see the module's text.
+    """One reader's samples of a source in an epoch, as the module's text describes them.
 
     Args:
         slices: reads the stream.
@@ -231,15 +258,15 @@ class SampleStream:
     slices: SliceReader
     order: LocalOrder
     begin: int = 0
-    _past: deque[RawSample] = field(init=False, repr=False)
-    _ahead: deque[RawSample] = field(init=False, repr=False)
+    _past: deque[Placed] = field(init=False, repr=False)
+    _ahead: deque[Placed] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._past, self._ahead = deque(maxlen=MARGIN_SAMPLES), deque()
 
     @cached_property
-    def _raw(self) -> Iterator[RawSample]:
-        """Open the raw samples place by place, from `begin` on; those of the margin before it go into `_past`."""
+    def _raw(self) -> Iterator[Placed]:
+        """Open the raw samples place by place, from `begin` on. Those of the margin before it go into `_past`."""
         if self.begin >= len(self.order):
             return iter(())
         margin = max(0, self.begin - MARGIN_SAMPLES)
@@ -250,51 +277,62 @@ class SampleStream:
             self._past.append(next(places))
         return places
 
-    def take(
-        self, decode: Callable[[RawSample], Image]
-    ) -> tuple[RawSample, Image, DroppedSample | None]:
-        """The sample of the next place, the result of `decode`, and the lost sample if this one replaces it.
+    def take(self, decode: Callable[[bytes], Image]) -> Shown:
+        """Return the sample of the next place as it is shown.
 
         Args:
-            decode: sample -> image; raises BadPicture for a bad one.
+            decode: encoded picture -> decoded one; raises Fault for a bad one.
 
         Raises:
             UserError: a bad sample that may not be replaced, or that no other sample can replace.
         """
-        sample = self._ahead.popleft() if self._ahead else next(self._raw)
-        loss = sample.stands_for
-        shown = _attempt(sample, decode)
+        placed = self._ahead.popleft() if self._ahead else next(self._raw)
+        shown = self._attempt(placed, decode)
         if isinstance(shown, Fault):
-            reading = self.slices.reading
-            if reading.fail:
-                raise UserError(sample_sentence(reading.source, sample, shown))
-            # One sample is missing at this place, so one loss is counted. Where its shard was lost and the sample that replaces
-            # it is bad too, that is the loss of the shard.
-            loss = loss or DroppedSample(
-                sample.source, shown.reason, sample.key, sample.shard, shown.detail, sample.position
+            shown = self._replacement(placed, shown, decode)
+        self._past.append(placed)
+        return shown
+
+    def _attempt(self, placed: Placed, decode: Callable[[bytes], Image]) -> Shown | Fault:
+        """Decode a sample and draw its caption, or return why it cannot be shown."""
+        sample, reading = placed.sample, self.slices
+        source = reading.reader.source
+        try:
+            picture = picture_of(sample)
+            texts, shares = texts_of(sample.files, source.captions)
+            text = draw(
+                texts,
+                shares,
+                seed=reading.seed,
+                source=reading.index,
+                position=placed.position,
+                samples=source.num_samples,
             )
-            replacement = self._replacement(sample, decode)
-            if replacement is None:
-                raise UserError(
-                    f"{sample_sentence(reading.source, sample, shown)}; none of the {2 * MARGIN_SAMPLES} samples around "
-                    "it can be shown either"
-                )
-            self._past.append(sample)
-            return replace(replacement[0], stands_for=loss), replacement[1], loss
-        self._past.append(sample)
-        return sample, shown, loss
+            caption = caption_of(text)
+            return Shown(placed, decode(picture), caption)
+        except Fault as fault:
+            return fault
 
-    def _replacement(
-        self, bad: RawSample, decode: Callable[[RawSample], Image]
-    ) -> tuple[RawSample, Image] | None:
+    def _replacement(self, bad: Placed, fault: Fault, decode: Callable[[bytes], Image]) -> Shown:
+        sample, reading = bad.sample, self.slices
+        sentence = sample_sentence(reading.reader.source, sample, fault)
+        if reading.fail:
+            raise UserError(sentence)
+        # One sample is missing at this place, so one loss is counted. Where its shard was lost and the sample that replaces
+        # it is bad too, that is the loss of the shard.
+        loss = bad.loss or DroppedSample(
+            reading.index, fault.reason, sample.key, sample.shard, fault.detail, bad.position
+        )
         for candidate in self._neighbours(bad):
-            shown = _attempt(candidate, decode)
-            if not isinstance(shown, Fault):
-                return candidate, shown
-        return None
+            shown = self._attempt(candidate, decode)
+            if isinstance(shown, Shown):
+                return shown._replace(placed=candidate._replace(loss=loss))
+        raise UserError(
+            f"{sentence}; none of the {2 * MARGIN_SAMPLES} samples around it can be shown either"
+        )
 
-    def _neighbours(self, bad: RawSample) -> Iterator[RawSample]:
-        """Samples that may replace a bad one, nearest place first."""
+    def _neighbours(self, bad: Placed) -> Iterator[Placed]:
+        """Yield samples that may replace a bad one, nearest place first."""
         for distance in range(1, MARGIN_SAMPLES + 1):
             while len(self._ahead) < distance:
                 following = next(self._raw, None)
@@ -311,15 +349,5 @@ class SampleStream:
             yield self.slices.substitutes.get(alone, bad.place, 0, attempt=attempt)
 
     def finish(self) -> None:
-        """After the last place: let the reader see whether its last shard ends where it should."""
+        """Let the reader see, after the last place, whether its last shard ends where it should."""
         next(self._raw, None)
-
-
-def _attempt(sample: RawSample, decode: Callable[[RawSample], Image]) -> Image | Fault:
-    """The sample's image, or why it has none."""
-    if sample.fault is not None:
-        return sample.fault
-    try:
-        return decode(sample)
-    except BadPicture as error:
-        return Fault(error.reason, error.detail)

@@ -9,6 +9,10 @@ set in CLIP_benchmark's layout stands for the shards of its test split.
 
 A component without a name takes that of its folder. Sizes come from the `sizes.json` in each shard's own folder (open_clip
 looks into the first shard's folder only). Shards that no `sizes.json` lists are counted from their tar headers.
+
+The content of a source is the bytes of its shards in their order, and the words of its classes: by it two calls have the same
+data (`core.identity`). Paths, names of sources and times do not count: a copy is the same data, and another file at the same
+path is not. A remote shard counts by its address.
 """
 
 from __future__ import annotations
@@ -17,10 +21,8 @@ import functools
 import logging
 import os
 import re
-import tarfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,21 +30,28 @@ from typing import NamedTuple
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.components import expand_shards, kind_of, pack_file, packed_folders
+from open_clip_zerovl.core.identity import digest_of, file_digests
+from open_clip_zerovl.data.components import (
+    expand_shards,
+    kind_of,
+    listed_sizes,
+    pack_file,
+    packed_folders,
+)
 from open_clip_zerovl.data.names import (
     CAPTIONS,
     CLASS_NAMES,
     NAME,
+    TEMPLATES,
     file_of_words,
     is_captions,
 )
-from open_clip_zerovl.data.sizes import listed_sizes
 from open_clip_zerovl.data.splits import require_training, require_training_samples, shards_of_split
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.index import open_index
-from open_clip_zerovl.shards.members import BYTES_BEHIND, ShardError, locate_samples, stream_samples
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
-from open_clip_zerovl.shards.urls import REMOTE, check_openable, local_path
+from open_clip_zerovl.shards.tar import BYTES_BEHIND, ShardError, locate_samples
+from open_clip_zerovl.shards.urls import REMOTE, check_openable, local_path, shard_digests
 from open_clip_zerovl.shards.writing import SHARD_COUNT
 
 
@@ -67,35 +76,35 @@ class Source:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all shards."""
+        """Count the samples of all shards."""
         return int(self.starts[-1])
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """(shards + 1,) samples before each shard; the last entry is the samples of all shards."""
+        """Count the samples before each shard (shards + 1,), in the last entry those of all shards."""
         return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
 
     @property
     def classes(self) -> bool:
-        """True if the source was packed from folders of classes, whose pictures share the class's captions."""
+        """Return whether the source was packed from folders of classes, whose pictures share the class's captions."""
         return self.class_folder is not None
 
     @property
     def class_folder(self) -> Path | None:
-        """The folder with the names of its classes; None if it was not packed from folders of classes."""
+        """Return the folder with the names of its classes, None if it was not packed from folders of classes."""
         first = local_path(self.shards[0]) if self.shards else None
         names = file_of_words(Path(first).parent, CLASS_NAMES) if first is not None else None
         return names.parent if names is not None else None
 
     @property
     def pack_file(self) -> Path | None:
-        """The `pack.json` of the packed folder that its first shard lies in; None for shards of other programs."""
+        """Return the `pack.json` of the packed folder of its first shard, None for shards of other programs."""
         first = local_path(self.shards[0]) if self.shards else None
         return None if first is None else pack_file(Path(first).absolute().parent)
 
     @property
     def layout(self) -> str:
-        """The source's form, for logs: "281 shards"."""
+        """Describe the source's form for logs: "281 shards"."""
         return f"{len(self.shards)} shard{'s' if len(self.shards) != 1 else ''}"
 
 
@@ -174,12 +183,12 @@ class _Opening(NamedTuple):
 
     @property
     def rows(self) -> str | None:
-        """The split that is read of data with several; None for all of it, which is searched or compared."""
+        """Return the split that is read of data with several, None for all of it, which is searched or compared."""
         return None if self.evaluation and self.split == "train" else self.split
 
 
 def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Source]]:
-    """The name of a component, given or found, and its sources: several for a packed folder, else one."""
+    """Return the name of a component, given or taken from its folder, and its sources: several for a packed folder."""
     component = kind_of(pattern)
     path = component.path
     if component.kind in ("table", "annotations"):
@@ -210,13 +219,13 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     for shard in shards:
         check_openable(shard)
     if not how.evaluation:
-        require_training_samples(shards)
+        require_training_samples(shards, how.cache)
     name = name or _folder_name(shards[0])
     return name, [_of_shards(name, shards, component.beside, how)]
 
 
 def _open_packed(name: str, path: str, how: _Opening) -> list[Source]:
-    """One split of each source that was packed."""
+    """Open one split of each source that was packed."""
     sources = []
     for source, folder in packed_folders(path).items():
         split = folder / how.split
@@ -231,36 +240,48 @@ def _open_packed(name: str, path: str, how: _Opening) -> list[Source]:
     return sources
 
 
-def count_tar_samples(path: str | Path, *, torn: bool = False) -> int:
-    """Number of samples in a local webdataset tar, from its headers (nothing is decoded); `tar/members` has the rule.
+def count_tar_samples(
+    shard: str | Path,
+    *,
+    captions: bool = False,
+    torn: bool = False,
+    cache: ShardCache | None = None,
+) -> int:
+    """Count the samples in a local webdataset tar, as `shards/tar` groups them, or their captions, one a line of the `txt`.
 
     Args:
-        torn: count the samples of a torn tar before the tear, with a warning, instead of refusing it.
+        torn: count those before the tear of a torn tar, with a warning, instead of refusing it.
+        cache: the folder of unpacked shards.
 
     Raises:
         UserError: the file is torn, or not a readable tar.
     """
     count = 0
     try:
-        try:
-            for key, files in locate_samples(path):
-                if count == 0:
-                    _tell_of_dots(path, key, files)
-                count += 1
-        except tarfile.ReadError:  # compressed, or no tar
-            with closing(stream_samples(str(path))) as samples:
-                for _ in samples:
+        with (cache or ShardCache()).borrowed(str(shard)) as path:
+            if captions:
+                index = open_index(path)
+                count = int(index.captions.sum())
+                if index.torn[0]:
+                    raise ShardError(*index.torn.tolist())
+            else:
+                for key, files in locate_samples(path):
+                    if count == 0:
+                        _tell_of_dots(shard, key, files)
                     count += 1
     except ShardError as error:
         # joined tars hide more samples than a tear takes, and are mended by one command
         if not torn or count == 0 or error.reason == BYTES_BEHIND:
             other = (
-                "" if str(path).endswith(".tar") else f", or pack it with `zerovl data pack {path}`"
+                ""
+                if str(shard).endswith(".tar")
+                else f", or pack it with `zerovl data pack {shard}`"
             )
             raise UserError(
-                f"shard {path} cannot be read as a tar file ({error}); fetch or write it again{other}"
+                f"shard {shard} cannot be read as a tar file ({error}); fetch or write it again{other}"
             ) from error
-        logging.warning(f"Shard {path} is torn after {count} samples ({error}).")
+        what = "captions" if captions else "samples"
+        logging.warning(f"Shard {shard} is torn after {count} {what} ({error}).")
     return count
 
 
@@ -274,33 +295,8 @@ def _tell_of_dots(path: str | Path, key: str, files: Mapping[str, object]) -> No
         )
 
 
-def count_tar_captions(path: str | Path, *, torn: bool = False) -> int:
-    """Count the captions in a local webdataset tar, one a line of its `txt` members.
-
-    Args:
-        torn: count the captions of a torn tar before the tear, with a warning, instead of refusing it.
-
-    Raises:
-        UserError: the file is torn, or not a readable, uncompressed tar.
-    """
-    try:
-        index = open_index(str(path))
-    except (ShardError, tarfile.ReadError) as error:
-        raise UserError(
-            f"shard {path} cannot be read as a plain tar ({error}), which '--captions all' needs; fetch or unpack it"
-        ) from error
-    count, (reason, words) = int(index.captions.sum()), index.torn
-    if reason:
-        if not torn or count == 0 or reason == BYTES_BEHIND:
-            raise UserError(
-                f"shard {path} cannot be read to its end ({words}); fetch or write it again"
-            )
-        logging.warning(f"Shard {path} is torn after {count} captions ({words}).")
-    return count
-
-
 def _folder_name(shard: str) -> str:
-    """The name of a shard's folder. UserError if it cannot be a source's name."""
+    """Return the name of a shard's folder. UserError if it cannot be a source's name."""
     folder = os.path.basename(
         os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard))
     )
@@ -312,7 +308,7 @@ def _folder_name(shard: str) -> str:
 
 
 def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: _Opening) -> Source:
-    """A source of shards. Their sizes in samples (or captions) come from a `sizes.json`; shards that it lacks are counted."""
+    """Make a source of shards, whose samples (or captions) a `sizes.json` lists. Shards that it lacks are counted."""
     each_caption = how.captions == "all"
     known = {} if each_caption else listed_sizes(shards, sizes_file, how.cache)
     missing = [
@@ -351,9 +347,8 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         )
 
         def count(shard: str) -> int:
-            path = local_path(shard) or shard
-            counting = count_tar_captions if each_caption else count_tar_samples
-            return counting(path, torn=not how.strict)
+            torn = not how.strict
+            return count_tar_samples(shard, captions=each_caption, torn=torn, cache=how.cache)
 
         with ThreadPoolExecutor(max_workers=8) as pool:
             known.update(zip(unknown, pool.map(count, unknown), strict=True))
@@ -369,7 +364,7 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Source -> weight. `members` maps each component to its sources."""
+    """Return source -> weight. `members` maps each component to its sources."""
     factors = {name: 1.0 for names in members.values() for name in names}
     if weights is None:
         return factors
@@ -400,3 +395,36 @@ def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) ->
             )
         factors.update(dict.fromkeys(members.get(name, [name]), factor))
     return factors
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Content
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def content_of_sources(train_data: str) -> str:
+    """Digest what the components of `--train-data` hold.
+
+    Raises:
+        UserError: as `parse_sources`.
+    """
+    components = [parse_sources(component) for component in train_data.split("::")]
+    return digest_of([[content_of_source(source) for source in sources] for sources in components])
+
+
+def content_of_source(source: Source) -> str:
+    """Digest what a source holds."""
+    words = [
+        file
+        for name in (CLASS_NAMES, TEMPLATES)
+        if source.class_folder and (file := file_of_words(source.class_folder, name))
+    ]
+    digests = file_digests(words)
+    return digest_of(contents_of_shards(source), [digests[str(file)] for file in words])
+
+
+def contents_of_shards(source: Source) -> list[str]:
+    """Digest the samples of each shard of a source."""
+    digests = shard_digests(source.shards)
+    numbered = zip(source.shards, source.sizes, strict=True)
+    return [digest_of([digests[shard], size]) for shard, size in numbered]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import islice
@@ -17,7 +16,14 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.members import ShardError, locate_samples, object_of, opened
+from open_clip_zerovl.shards.fetch import ShardCache
+from open_clip_zerovl.shards.tar import (
+    ShardError,
+    content_of,
+    locate_samples,
+    object_of,
+    opened,
+)
 from open_clip_zerovl.shards.urls import local_path
 
 LOOKED_AT_SAMPLES = 100  # of a shard, for splits in their json
@@ -31,12 +37,12 @@ _COLUMNS = ("split", "splits", "data_split", "dataset_split", "partition", "subs
 
 
 def split_of_word(word: Any) -> str | None:
-    """Return the split that a folder or a cell names, also with a year behind it; None if it names none."""
+    """Return the split that a folder or a cell names, also with a year behind it, None if it names none."""
     return _WORDS.get(re.sub(r"[\d_\-]+$", "", str(word).strip().lower()))
 
 
 def split_of_name(file: str) -> str | None:
-    """Return the split that the words of a file's name say; None if they say none, or say training and another one."""
+    """Return the split that the words of a file's name say, None if they say none, or training and another one."""
     stem = PurePath(file).name.partition(".")[0]
     kinds = {_WORDS.get(word) for word in re.findall(r"[a-z]+", stem.lower())} - {None}
     if len(kinds) > 1:
@@ -45,7 +51,7 @@ def split_of_name(file: str) -> str | None:
 
 
 def split_column(names: Sequence[str]) -> str | None:
-    """Return the column of splits among the columns of a table, or the keys of a json; None if there is none."""
+    """Return the column of splits among the columns of a table or the keys of a json, None if there is none."""
     known = {name.strip().lower(): name for name in reversed(names)}
     return next((known[name] for name in _COLUMNS if name in known), None)
 
@@ -62,7 +68,7 @@ def split_above(path: Path) -> str | None:
 
 
 def shards_of_split(shards: Sequence[str], split: str) -> tuple[str, ...]:
-    """Return the shards of a split, if the shards' names say several splits; else all shards.
+    """Return the shards of a split if the shards' names say several splits, else all shards.
 
     Raises:
         UserError: no shard is of the split.
@@ -97,16 +103,17 @@ def require_training(pattern: str, shards: Sequence[str]) -> None:
         )
 
 
-def require_training_samples(shards: Sequence[str]) -> None:
+def require_training_samples(shards: Sequence[str], cache: ShardCache) -> None:
     """Refuse local tars whose samples say in their json that they are held out. The first ones of each shard are looked at.
 
     Raises:
         UserError: a sample of another split than train.
     """
     for shard in shards:
-        path = local_path(shard)
-        with suppress(OSError, ShardError, tarfile.ReadError):  # which counting names
-            for key, about in _first_objects(path) if path is not None else ():
+        if local_path(shard) is None:
+            continue
+        with suppress(OSError, ShardError):  # which counting names
+            for key, about in _first_objects(shard, cache):
                 column = split_column(list(about))
                 if column is None:
                     return  # the tars of one program have one form
@@ -117,12 +124,15 @@ def require_training_samples(shards: Sequence[str]) -> None:
                     )
 
 
-def _first_objects(tar: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    with opened(tar) as descriptor, closing(locate_samples(tar)) as samples:
+def _first_objects(shard: str, cache: ShardCache) -> Iterator[tuple[str, dict[str, Any]]]:
+    with (
+        cache.borrowed(shard) as path,
+        opened(path) as descriptor,
+        closing(locate_samples(path)) as samples,
+    ):
         for key, members in islice(samples, LOOKED_AT_SAMPLES):
-            offset, size = members.get("json", (0, 0))
-            about = object_of(os.pread(descriptor, size, offset))
-            yield key, about or {}
+            about = members.get("json")
+            yield key, {} if about is None else object_of(content_of(descriptor, about)) or {}
 
 
 def _file_name(shard: str) -> str:
@@ -155,7 +165,7 @@ class FolderSplits:
 
     @property
     def says(self) -> bool:
-        """True if a name says a split."""
+        """Return whether a name says a split."""
         return bool(self.names or self.above)
 
     def __call__(self, path: str) -> tuple[str, str]:

@@ -20,19 +20,6 @@ FULL_SHARE = 0.02  # a warning comes if at least this share of a source's captio
 
 
 @dataclass(frozen=True)
-class Fault:
-    """The reason why a sample cannot be shown.
-
-    Attributes:
-        reason: a few words to count by ("no caption").
-        detail: a verb phrase for messages ("has no caption (txt)").
-    """
-
-    reason: str
-    detail: str
-
-
-@dataclass(frozen=True)
 class DroppedSample:
     """One sample that was replaced.
 

@@ -35,16 +35,16 @@ class SharedNumbers:
         self._values = multiprocessing.RawArray("q", values)
 
     def set(self, *values: int) -> None:
-        """Replace the numbers; their count stays."""
+        """Replace the numbers by as many others."""
         self._values[:] = values
 
     def get(self) -> tuple[int, ...]:
-        """The numbers as they are now."""
+        """Return the numbers as they are now."""
         return tuple(self._values)
 
 
 def worker_start() -> Callable[[int], None]:
-    """The `worker_init_fn` of a DataLoader whose workers are started now, by this process.
+    """Make the `worker_init_fn` of a DataLoader whose workers are started now, by this process.
 
     Workers ignore the signals that this process handles, and end when it ends. Schedulers and terminals signal all processes of
     a job. A training process that handles SIGTERM, SIGUSR1 or Ctrl-C still needs data until it has written a checkpoint. So a
@@ -82,7 +82,7 @@ def _end_worker(error: BaseException, _batch: object) -> None:
 
 
 def stall_watchdog(items: Iterator[Item], sentence: Callable[[float, int], str]) -> Iterator[Item]:
-    """Yield the same items; warn after FIRST_WARNING_SECONDS without one, and again every NEXT_WARNING_SECONDS.
+    """Yield the same items, and warn after FIRST_WARNING_SECONDS without one and again every NEXT_WARNING_SECONDS.
 
     A separate thread watches the clock, because the caller's thread waits. Time that the caller spends on an item is not
     counted.
@@ -127,7 +127,7 @@ class ItemSet(Dataset):
     """A dataset whose `read` may raise UserError, which then is the item. Subclasses define `read` and `__len__`."""
 
     def read(self, index: int) -> Any:
-        """Item `index`. UserError if it cannot be read."""
+        """Read item `index`. UserError if it cannot be read."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Any:
@@ -152,7 +152,7 @@ class _Collate:
 def read_batches(
     dataset: Dataset, collate: Callable[[Sequence[Any]], Any], **loader_options: Any
 ) -> Iterator[Any]:
-    """Batches of a dataset whose items may be errors (an `ItemSet`, or an iterable one that yields them).
+    """Yield batches of a dataset whose items may be errors (an `ItemSet`, or an iterable one that yields them).
 
     Args:
         collate: items of a batch -> the batch.

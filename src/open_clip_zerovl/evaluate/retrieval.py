@@ -23,13 +23,13 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.data.images import paper_transform_of
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.retrieval import (
     open_retrieval_set,
     parse_retrieval_data,
     retrieval_batches,
 )
-from open_clip_zerovl.data.transforms import paper_transform_of
 from open_clip_zerovl.evaluate.gallery import GallerySet, write_gallery
 from open_clip_zerovl.evaluate.metrics import (
     DIRECTIONS,

@@ -29,11 +29,10 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, user_cache, write_atomically
 from open_clip_zerovl.core.identity import digest_of, file_digests
-from open_clip_zerovl.data.collection import Collection, open_collection
-from open_clip_zerovl.data.content import contents_of_shards
+from open_clip_zerovl.data.collection import Collection, open_collection, picture_file
 from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.data.reading import picture_file
-from open_clip_zerovl.data.samples import samples_of
+from open_clip_zerovl.data.reader import samples_of
+from open_clip_zerovl.data.sources import contents_of_shards
 from open_clip_zerovl.evaluate.settings import SearchSettings
 from open_clip_zerovl.features.embed import Parts, Pictures, embed_pictures
 from open_clip_zerovl.features.encoder import FrozenModel
@@ -345,16 +344,9 @@ class _Shards:
         self.contents = [contents[source.name][shard] for source, shard in collection.shards]
 
     def read(self, part: int) -> Iterator[tuple[int, Image.Image]]:
-        seen, count = 0, self.counts[part]
-        for row, (_, content) in enumerate(islice(self.collection.pictures(part), count + 1)):
-            seen += 1
-            if row < count and (picture := _picture_or_none(content)) is not None:
+        for row, (_, content) in enumerate(self.collection.pictures(part)):
+            if (picture := _picture_or_none(content)) is not None:
                 yield row, picture
-        if seen != count:
-            raise UserError(
-                f"{self.collection.files[part].path} does not hold the {count} samples that were counted: correct its entry in "
-                "sizes.json, or remove the entry to have the shard counted"
-            )
 
 
 def _picture_or_none(content: bytes | None) -> Image.Image | None:

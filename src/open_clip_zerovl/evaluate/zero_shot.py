@@ -3,7 +3,7 @@
 Legend: `N` pictures, `C` classes, `D` embedding width.
 
 A class is the normalised mean of the normalised embeddings of its captions; a picture belongs to the class with the largest
-inner product (CLIP's ensembles; CLIP_benchmark computes the same). Labelled sets, besides what `data.labelled.open_probe_set`
+inner product (CLIP's ensembles; CLIP_benchmark computes the same). Labelled sets, besides what `data.indexed.open_probe_set`
 reads:
 
     SET/SPLIT/              if there is a folder of the split's name, it is the set
@@ -31,8 +31,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, check_writable, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.class_words import class_words, lines_of
-from open_clip_zerovl.data.indexed import IndexedSet
-from open_clip_zerovl.data.labelled import class_list, open_probe_set
+from open_clip_zerovl.data.indexed import IndexedSet, class_list, open_probe_set
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.splits import split_of_word

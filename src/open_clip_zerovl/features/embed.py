@@ -40,7 +40,7 @@ class Parts(Protocol):
 
     @property
     def counts(self) -> Sequence[int]:
-        """Rows of each part."""
+        """Count the rows of each part."""
         ...
 
     def read(self, part: int) -> Iterator[tuple[int, Any] | str]:
@@ -100,7 +100,7 @@ class Batch:
 
 
 class Batches(IterableDataset):
-    """The batches of parts, each part by one worker; a UserError in place of a batch if it cannot continue.
+    """The batches of parts, each part by one worker, or a UserError in place of a batch if it cannot continue.
 
     Args:
         transform: PIL image -> picture (3, S, S); None for captions.

@@ -67,7 +67,7 @@ class FrozenModel:
 
     @classmethod
     def load(cls, encoder: Encoder, *, amp: bool = False) -> FrozenModel:
-        """The model of an encoder, with or without bf16. UserError if it cannot be loaded."""
+        """Load the model of an encoder, with or without bf16. UserError if it cannot be loaded."""
         network, preprocess, tokenizer, device = encoder.load()
         precision = "amp_bf16" if amp else "fp32"
         inputs = {"image": preprocess, "text": tokenizer}
@@ -133,7 +133,7 @@ class FrozenModel:
         return F.normalize(features.float(), dim=-1) if self.unit_length else features.float()
 
     def image_width(self) -> int:
-        """Width of `images`, from one made-up picture."""
+        """Return the width of `images`, from one made-up picture."""
         assert self.picture_transform is not None
         return self.images(self.picture_transform(Image.new("RGB", (32, 32)))[None]).shape[1]
 
@@ -193,7 +193,7 @@ class _FirstOutput(nn.Module):
 
 
 def tower_before_projection(visual: Any) -> nn.Module:
-    """The image tower without its projection: images (b, 3, H, W) -> features (b, F). It shares the weights of `visual`.
+    """Take an image tower without its projection: images (b, 3, H, W) -> features (b, F). It shares the weights of `visual`.
 
     Args:
         visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet. Only
@@ -232,7 +232,7 @@ def tower_before_projection(visual: Any) -> nn.Module:
 
 
 def text_tower_before_projection(text: Any) -> nn.Module:
-    """The text tower without its projection, in place: tokens (b, L) -> features (b, F).
+    """Remove the projection of a text tower in place: tokens (b, L) -> features (b, F).
 
     Args:
         text: `model.text` of an open_clip model: open_clip's own transformer, or one of Hugging Face with its pooling.

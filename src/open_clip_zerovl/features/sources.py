@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -16,27 +16,21 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.captions import caption_starts
-from open_clip_zerovl.data.content import contents_of_shards
+from open_clip_zerovl.data.captions import members_of, texts_of
 from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.data.reading import (
-    RawSample,
-    Reading,
-    Surplus,
-    sample_sentence,
-    shard_sentence,
-    wrong_size,
-)
-from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.data.stats import Fault
-from open_clip_zerovl.shards.members import ShardError
-from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.data.names import field_names
+from open_clip_zerovl.data.reader import Reader, picture_of, sample_sentence
+from open_clip_zerovl.data.sources import Source, contents_of_shards
+from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.tar import WANTED, Sample, ShardError
+from open_clip_zerovl.shards.texts import BadCaption, Fault, caption_of
 
 SAMPLED_CAPTIONS = 2_000
 
 
 class SourceSamples:
-    """The pictures, or the captions, of sources; a part is a shard (`embed.Parts`).
+    """The pictures, or the captions, of sources, a shard in each part (`embed.Parts`).
 
     Args:
         side: "image" or "text".
@@ -59,7 +53,7 @@ class SourceSamples:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Pictures, or captions, of each shard of all sources."""
+        """Count the pictures, or captions, of each shard of all sources."""
         sizes = [size for source in self.sources for size in source.sizes]
         if self.side == "image":
             return sizes
@@ -67,17 +61,12 @@ class SourceSamples:
 
     @cached_property
     def caption_starts(self) -> np.ndarray:
-        """(n + 1,) number of each sample's first caption; the last entry is the captions of all sources."""
-        counts = []
-        for source in self.sources:
-            starts = caption_starts(source)
-            counts.append(
-                np.ones(source.num_samples, np.int64) if starts is None else np.diff(starts)
-            )
-        return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
+        """Number each sample's first caption (n + 1,), with the captions of all sources as the last entry."""
+        counts = np.concatenate([caption_counts(source) for source in self.sources])
+        return np.concatenate([[0], np.cumsum(counts)])
 
     def sample(self, number: int) -> list[tuple[int, Any]]:
-        """Read (row, picture or caption) of a sample of a strict collection; of a local shard no other sample is read.
+        """Read (row, picture or caption) of a sample of a strict collection, and no other sample of its shard.
 
         Raises:
             UserError: it cannot be shown.
@@ -85,63 +74,86 @@ class SourceSamples:
         index = int(np.searchsorted(self._samples, number, side="right")) - 1
         source, position = self.sources[index], number - self._samples[index]
         shard = int(np.searchsorted(source.starts, position, side="right")) - 1
-        reading = Reading(source, index, fail=self.strict, every_caption=True)
-        try:
-            with closing(
-                reading.samples(shard, position - int(source.starts[shard]), position)
-            ) as samples:
-                return self._shown(index, next(samples))
-        except ShardError as error:
-            raise UserError(shard_sentence(source, shard, error)) from error
+        reader = self._reader(source)
+        with closing(reader.samples(shard, position - int(source.starts[shard]))) as samples:
+            sample = next(samples)
+        if isinstance(sample, ShardError):
+            raise UserError(reader.sentence(shard, sample))
+        return self._shown(source, number, sample)
 
     def read(self, part: int) -> Iterator[tuple[int, Any] | str]:
         """Yield (number in the shard, picture or caption) of a shard's samples as they lie."""
         index, shard = self._shards[part]
         source = self.sources[index]
         notes: list[str] = []
-        reading = Reading(source, index, fail=self.strict, every_caption=True, notes=notes.append)
-        begin = int(source.starts[shard])
-        first = self._samples[index] + begin
-        first = first if self.side == "image" else int(self.caption_starts[first])
-        try:
-            with closing(reading.samples(shard, 0, begin)) as samples:
-                for sample in samples:
-                    yield from ((row - first, shown) for row, shown in self._shown(index, sample))
-        except Surplus:
-            notes.append(self._refused_if_strict(wrong_size(source, shard, "more")))
-        except ShardError as error:
-            notes.append(self._refused_if_strict(shard_sentence(source, shard, error)))
+        reader = self._reader(source, notes=notes.append)
+        begin = self._samples[index] + int(source.starts[shard])
+        first = begin if self.side == "image" else int(self.caption_starts[begin])
+        with closing(reader.samples(shard)) as samples:
+            for number, sample in enumerate(samples, begin):
+                if isinstance(sample, ShardError):
+                    notes.append(reader.sentence(shard, sample))
+                    if self.strict:
+                        raise UserError(notes[-1])
+                else:
+                    for row, shown in self._shown(source, number, sample):
+                        yield row - first, shown
         yield from notes
 
-    def _refused_if_strict(self, message: str) -> str:
-        if self.strict:
-            raise UserError(message)
-        return message
+    def _reader(self, source: Source, **more: Any) -> Reader:
+        if self.side == "image":
+            return Reader(source, WANTED, **more)
+        return Reader(source, members_of(source.captions) - {*IMAGE_EXTENSIONS}, **more)
 
-    def _shown(self, index: int, sample: RawSample) -> list[tuple[int, Any]]:
-        """Return the picture or the captions of a sample with their rows in the collection; [] if it cannot be shown."""
-        row, fault = self._samples[index] + sample.position, None
-        shown: list[tuple[int, Any]] = []
-        if self.side == "text":
-            begin = int(self.caption_starts[row])
-            shown = [(begin + place, text) for place, text in enumerate(sample.captions) if text]
-        elif (
-            sample.fault is None or sample.image
-        ):  # an empty file is a fault that the decoder finds
-            try:
-                shown = [(row, decode_image(sample.image))]
-            except BadPicture as error:
-                fault = Fault(error.reason, error.detail)
-        fault = fault or sample.fault
-        if not shown and fault is not None and self.strict:
-            raise UserError(sample_sentence(self.sources[index], sample, fault))
+    def _shown(self, source: Source, number: int, sample: Sample) -> list[tuple[int, Any]]:
+        """Return the picture or the captions of a sample with their rows in the collection, [] if it cannot be shown."""
+        try:
+            if self.side == "image":
+                return [(number, decode_image(picture_of(sample)))]
+            return self._captions(number, texts_of(sample.files, source.captions)[0])
+        except Fault as fault:
+            if self.strict:
+                raise UserError(sample_sentence(source, sample, fault)) from fault
+            return []
+
+    def _captions(self, number: int, texts: Sequence[bytes]) -> list[tuple[int, str]]:
+        """Return the captions that can be shown, with their rows. Fault if there is none."""
+        shown = []
+        for row, text in enumerate(texts, int(self.caption_starts[number])):
+            with suppress(BadCaption):
+                shown.append((row, caption_of(text)))
+        if not shown:
+            caption_of(b"".join(texts[:1]))
         return shown
+
+
+def caption_counts(source: Source) -> np.ndarray:
+    """Count the captions of each sample (n,) of a source, at least 1.
+
+    Samples have several captions with `--captions one-per-epoch` and FIELD=SHARE,...; with `all` each caption is a
+    sample of its own. In a shard that cannot be read each sample counts one caption.
+    """
+    counts = np.ones(source.num_samples, dtype=np.int64)
+    if source.captions != "one-per-epoch" and not field_names(source.captions):
+        return counts
+    reader = Reader(source, members_of(source.captions) - {*IMAGE_EXTENSIONS})
+    for shard, begin in enumerate(source.starts[:-1].tolist()):
+        if source.captions == "one-per-epoch":  # which the shard's index has counted
+            with suppress(ShardError), reader.cache.borrowed(source.shards[shard]) as path:
+                each = open_index(path).captions[: source.sizes[shard]]
+                counts[begin : begin + len(each)] = each
+            continue
+        for number, sample in enumerate(reader.samples(shard), begin):
+            with suppress(Fault):
+                if isinstance(sample, Sample):
+                    counts[number] = max(1, len(texts_of(sample.files, source.captions)[0]))
+    return counts
 
 
 def cut_captions(
     tokenizer: Callable[..., Tensor], context_length: int, sources: Sequence[Source]
 ) -> tuple[int, int, int]:
-    """(captions read, captions that a context cuts, tokens of the longest), from the first samples of each source.
+    """Count (captions read, captions that a context cuts, tokens of the longest) in the first samples of each source.
 
     Args:
         tokenizer: open_clip's, which takes a `context_length`.

@@ -116,7 +116,7 @@ class FeatureStore:
 
     @cached_property
     def ids(self) -> np.ndarray:
-        """(n,) identity of each row, 0 of one that could not be made; its features are zeros."""
+        """Return the identity of each row (n,), 0 of one that could not be made, whose features are zeros."""
         return np.concatenate([self._parts[content][1].numpy() for content in self.contents])
 
     def blocks(self) -> Iterator[Tensor]:

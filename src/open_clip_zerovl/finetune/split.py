@@ -24,7 +24,6 @@ from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import atomic_file, read_arrays, scratch_folder, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.processes import usable_cores
-from open_clip_zerovl.data.content import content_of_source
 from open_clip_zerovl.data.held_out import (
     Identities,
     as_keys,
@@ -36,8 +35,8 @@ from open_clip_zerovl.data.held_out import (
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
-from open_clip_zerovl.data.samples import samples_of
-from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.data.reader import samples_of
+from open_clip_zerovl.data.sources import Source, content_of_source
 from open_clip_zerovl.finetune.data import (
     DATA_FLAG,
     HELD_OUT,
@@ -45,8 +44,8 @@ from open_clip_zerovl.finetune.data import (
     DataArguments,
     open_sources,
 )
-from open_clip_zerovl.shards.members import Sample
 from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.tar import Sample
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, write_shard
 
 SPLIT_FILE, EXCLUDED_FILE = "split.json", "excluded.npy"

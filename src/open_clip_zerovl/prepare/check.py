@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +19,15 @@ from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.prepare.pack.manifest import read_manifest
-from open_clip_zerovl.shards.headers import BrokenTar, Member, ReadAt, walk_tar
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, group, image_of
 from open_clip_zerovl.shards.pictures import BadPicture, decoded
+from open_clip_zerovl.shards.tar import (
+    TEXT_EXTENSION,
+    ShardError,
+    content_of,
+    image_of,
+    locate_samples,
+    opened,
+)
 from open_clip_zerovl.shards.texts import EMPTY, BadCaption, caption_lines, caption_of
 from open_clip_zerovl.shards.writing import SIZES_FILE, read_sizes
 
@@ -161,16 +166,10 @@ def write_sizes(folder: str | Path, *, threads: int = 4, progress: bool = True) 
 
 def _count(path: Path) -> int:
     """Count the samples of a shard from its headers. UserError if it is broken."""
-    with open(path, "rb", buffering=0) as file:
-        total = os.fstat(file.fileno()).st_size
-
-        def read_at(offset: int, size: int) -> bytes:
-            return os.pread(file.fileno(), min(size, total), offset)
-
-        try:
-            return sum(1 for _ in group((member.name, None) for member in walk_tar(read_at, total)))
-        except BrokenTar as error:
-            raise UserError(f"{path} is broken: {error}; fetch or write it again") from error
+    try:
+        return sum(1 for _ in locate_samples(path, whole=True))
+    except ShardError as error:
+        raise UserError(f"{path} is broken: {error}; fetch or write it again") from error
 
 
 def check_shards(
@@ -234,41 +233,29 @@ def check_shards(
 
 
 def _check_shard(path: Path, shard_check: ShardCheck, decode: bool) -> None:
-    """Check one shard into `found`."""
+    """Check the samples of one shard."""
     seen: set[str] = set()
-    with open(path, "rb", buffering=0) as file:
-        shard_check.size_bytes = os.fstat(file.fileno()).st_size
-
-        def read_at(offset: int, size: int) -> bytes:
-            # a damaged header may claim any size
-            return os.pread(file.fileno(), min(size, shard_check.size_bytes), offset)
-
-        members = walk_tar(read_at, shard_check.size_bytes)
-        try:
-            for key, faults in group(
-                (member.name, _fault(read_at, member, decode)) for member in members
-            ):
+    shard_check.size_bytes = path.stat().st_size
+    try:
+        with opened(path) as descriptor:
+            for key, members in locate_samples(path, whole=True):
                 shard_check.samples += 1
                 if key in seen:
                     shard_check.fault("key comes twice", key)
                 seen.add(key)
-                if TEXT_EXTENSION not in faults:
+                if TEXT_EXTENSION not in members:
                     shard_check.fault("no caption", key)
-                if image_of(faults) is None:
+                if image_of(members) is None:
                     shard_check.fault("no picture", key)
-                for fault in faults.values():
+                for extension, member in members.items():
+                    if extension == TEXT_EXTENSION:
+                        fault = caption_fault(content_of(descriptor, member))
+                    elif extension in PICTURE_MARKS:
+                        content = content_of(descriptor, member)
+                        fault = picture_fault(content, extension, decode=decode)
+                    else:
+                        continue
                     if fault:
                         shard_check.fault(fault, key)
-        except BrokenTar as error:
-            shard_check.fault(f"broken: {error}")
-
-
-def _fault(read_at: ReadAt, member: Member, decode: bool) -> str:
-    """The fault of a caption or a picture; "" for none, and for other members."""
-    name, offset, size = member
-    extension = name[name.find(".", name.rfind("/") + 1) + 1 :].lower()
-    if extension == TEXT_EXTENSION:
-        return caption_fault(bytes(read_at(offset, size)))
-    if extension in PICTURE_MARKS:
-        return picture_fault(bytes(read_at(offset, size)), extension, decode=decode)
-    return ""
+    except ShardError as error:
+        shard_check.fault(f"broken: {error}")

@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.annotations import read_karpathy
+from open_clip_zerovl.data.retrieval import read_karpathy
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.settings import Columns, Limits, PackSettings, Work
 from open_clip_zerovl.shards.archives import BROKEN_ARCHIVE, find_member, json_array, open_member

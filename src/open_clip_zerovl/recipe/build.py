@@ -35,7 +35,7 @@ from open_clip_zerovl.checkpoints.weights import (
 )
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
-from open_clip_zerovl.data.transforms import with_auto_augment
+from open_clip_zerovl.data.images import with_auto_augment
 from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.recipe.flags import TOWERS, RecipeConfig

@@ -40,7 +40,7 @@ _EXACT_BELOW = 10**9  # numpy's hypergeometric draw takes no larger populations
 
 @dataclass(frozen=True)
 class _Deck:
-    """A shuffled deck of source labels, dealt into micro-batches; see the module's text.
+    """A shuffled deck of source labels, dealt into micro-batches as the module's text describes.
 
     Args:
         held: (S,) labels of each source.

@@ -39,7 +39,7 @@ _LONGEST_ELEMENT = 64 << 20
 
 
 def members(path: Path) -> list[str]:
-    """Names of the files in a zip or tar; for any other file its own name, without `.gz`.
+    """List the names of the files in a zip or tar, of any other file its own name without `.gz`.
 
     Raises:
         UserError: a broken archive.
@@ -59,7 +59,7 @@ def _is_tar(path: Path) -> bool:
 
 
 def find_member(paths: Iterable[Path], *endings: str) -> tuple[Path, str] | None:
-    """(path, name) of the first file, or member of an archive, whose name has one of the endings; None if there is none."""
+    """Find the first file, or member of an archive, whose name has one of the endings, and return its path and name."""
     for path in paths:
         if path.is_file():
             for name in members(path):
@@ -70,7 +70,7 @@ def find_member(paths: Iterable[Path], *endings: str) -> tuple[Path, str] | None
 
 @contextmanager
 def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
-    """A file, or one member of an archive, as a stream of its plain bytes.
+    """Open a file, or one member of an archive, as a stream of its plain bytes.
 
     Raises:
         UserError: the file cannot be read, or the archive is broken; also raised while it is read.
@@ -96,7 +96,7 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
 
 
 def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Iterator[Any]:
-    """The elements of a JSON document that is an array, or of the array under a key of its outermost object.
+    """Yield the elements of a JSON document that is an array, or of the array under a key of its outermost object.
 
     Memory is bounded by the longest element, of this array or of another one, and by the values of other keys.
 
@@ -142,7 +142,7 @@ class _JsonReader:
         self._text, self._at, self._ended, self._before = "", 0, False, 0
 
     def peek(self) -> str:
-        """The next character that is not white space; it is not consumed."""
+        """Return the next character that is not white space without consuming it."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -159,7 +159,7 @@ class _JsonReader:
         self._at += 1
 
     def elements(self) -> Iterator[Any]:
-        """The elements of an array whose opening bracket has been read; consumes the closing one, too."""
+        """Yield the elements of an array whose opening bracket has been read, and consume the closing one."""
         while self.peek() != "]":
             yield self.value()
             if self.peek() == ",":
@@ -169,7 +169,7 @@ class _JsonReader:
         self._at += 1
 
     def value(self) -> Any:
-        """The next whole value."""
+        """Read the next whole value."""
         self.peek()
         while True:
             try:
@@ -188,7 +188,7 @@ class _JsonReader:
             return value
 
     def _more(self, at_least: int = 0) -> bool:
-        """Read more text; False at the end of the document."""
+        """Read more text, and return whether there was any."""
         if self._ended:
             return False
         content = self._stream.read(max(_PIECE_BYTES, at_least))

@@ -1,6 +1,6 @@
-"""Remote shards as local files: fetched whole, once a machine, continued where a transfer broke, kept up to a size.
+"""Shards as plain local files: fetched whole, once a machine, continued where a transfer broke, kept up to a size.
 
-    DIR/3f9c2a71-00012.tar/       one remote shard in a cache
+    DIR/3f9c2a71-00012.tar/       one remote shard in a cache, or one that is compressed
         8d02e1b6-00012.tar        the whole file, with the hash of its version
         part, room                what has come of a file, and an empty file of the length that it will have
         version                   of the whole file or of the part; modified when the server was last asked for it
@@ -34,12 +34,13 @@ from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import lock_file, locked, user_cache
-from open_clip_zerovl.shards.members import lacks_end
+from open_clip_zerovl.shards.tar import ShardError, lacks_end
 from open_clip_zerovl.shards.urls import (
     Answer,
     Broken,
     ask,
     asked_wait,
+    decompressor,
     is_command,
     local_path,
     reason_of,
@@ -53,7 +54,7 @@ _OTHER_FILE = "no tar or parquet"
 _OTHER_FILES = 3  # attempts at a file that comes whole and is no shard
 
 
-class Unreachable(OSError):
+class Unreachable(ShardError):
     """A remote file does not come.
 
     Attributes:
@@ -61,7 +62,7 @@ class Unreachable(OSError):
     """
 
     def __init__(self, message: str, passing: bool) -> None:
-        super().__init__(message)
+        super().__init__("unreadable shard", message)
         self.passing = passing
 
 
@@ -97,7 +98,7 @@ class RetryPolicy:
     def within(
         cls, timeout_seconds: float, retried: Callable[[str], None] = _ignore
     ) -> RetryPolicy:
-        """Return the policy that gives up before a loader's time-out ends the run; 0 for no time-out."""
+        """Return the policy that gives up before a loader's time-out ends the run (0 for no time-out)."""
         # 8 waits and 9 stalls
         limit = min(30, timeout_seconds / 20) if timeout_seconds else 30
         return cls(
@@ -110,7 +111,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class ShardCache:
-    """A folder of remote shards on a local disk, shared by all processes of the machine.
+    """A folder of remote and of unpacked shards on a local disk, shared by all processes of the machine.
 
     Attributes:
         folder: by default in the user's cache.
@@ -132,7 +133,7 @@ class ShardCache:
         *,
         check: Callable[[Path], bool] | None = None,
     ) -> Iterator[str]:
-        """Yield the path of a file that is kept until the block ends: a local one, or the fetched copy of a remote one.
+        """Yield the path of a plain file that is kept until the block ends: a local one, or the copy of another one.
 
         Args:
             notes: called with a sentence where a server does not answer whether a file has changed.
@@ -143,7 +144,7 @@ class ShardCache:
             UserError: the cache cannot be written, or is full of shards that are being read.
         """
         path = local_path(url)
-        if path is not None:
+        if path is not None and decompressor(path) is None:
             yield path
             return
         # A hash of the URL, which may hold a token.
@@ -160,7 +161,12 @@ class ShardCache:
         assert held is not None  # nobody removes the file
         policy = policy or RetryPolicy()
         transfer = _Transfer(
-            url, folder / "part", folder / "version", policy, check, reserve=self._reserve
+            url,
+            folder / "part",
+            folder / "version",
+            policy,
+            check if path is None else None,  # a damaged file is read as far as it goes
+            reserve=self._reserve,
         )
         try:
             with locked(folder, name="fetching"):
@@ -170,12 +176,16 @@ class ShardCache:
                     whole = Path(folder, f"{_hash(transfer.version)}-{name}")
                     transfer.part.replace(whole)
                     Path(folder, "room").unlink(missing_ok=True)
-            yield str(whole)
+            if decompressor(str(whole)) is None:
+                yield str(whole)
+                return
+            with self.borrowed(str(whole), policy, notes, check=check) as plain:
+                yield plain
         finally:
             os.close(held)
 
     def _changed(self, transfer: _Transfer, notes: Callable[[str], None]) -> bool:
-        """Return whether the server has another version. It is asked once a run; a command runs again in each."""
+        """Return whether the server, which is asked once a run, has another version. A command runs again in each run."""
         if transfer.mark.stat().st_mtime >= self.since:
             return False
         if is_command(transfer.url):
@@ -225,7 +235,7 @@ def _last_use(folder: Path) -> float:
 
 
 def _used(folder: Path) -> int:
-    """Return the bytes of a shard's files; of one that is being fetched those that it will have."""
+    """Return the bytes of a shard's files, of one that is being fetched those that it will have."""
     whole = part = 0
     for file in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -237,7 +247,7 @@ def _used(folder: Path) -> int:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove a shard's files unless a process reads them; returns whether it has."""
+    """Remove a shard's files unless a process reads them, and return whether they are gone."""
     held = lock_file(folder / "lock", wait=False, create=True)
     if held is None:
         return False
@@ -263,7 +273,10 @@ def ahead_of_reading(cache: ShardCache, policy: RetryPolicy) -> Callable[[str | 
 
     def run() -> None:
         for url in iter(wanted.get, None):
-            with suppress(UserError, OSError), cache.borrowed(url, policy, check=is_shard):
+            with (
+                suppress(UserError, OSError, ShardError),
+                cache.borrowed(url, policy, check=is_shard),
+            ):
                 pass
 
     threading.Thread(target=run, daemon=True, name="shards ahead").start()
@@ -271,7 +284,7 @@ def ahead_of_reading(cache: ShardCache, policy: RetryPolicy) -> Callable[[str | 
 
 
 def is_shard(path: Path) -> bool:
-    """Return whether a file begins as a tar, compressed or not, or as parquet; not so a web page in place of a shard."""
+    """Return whether a file begins as a tar, compressed or not, or as parquet, unlike a web page in place of a shard."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == b"PAR1" or tarfile.is_tarfile(path)
@@ -339,7 +352,7 @@ class _Transfer:
 
     @property
     def version(self) -> str:
-        """The version of the part, or of the whole file that it became; "" if unknown."""
+        """Return the version of the part, or of the whole file that it became, "" if unknown."""
         return self.mark.read_text(encoding="utf-8") if self.mark.is_file() else ""
 
     def run(self) -> None:
@@ -361,7 +374,7 @@ class _Transfer:
                 return
 
     def is_current(self) -> bool:
-        """Return False if the server has another version by now; asked without retries.
+        """Return False if the server, which is asked without retries, has another version by now.
 
         Raises:
             Unreachable: the server does not answer.

@@ -6,26 +6,18 @@ import os
 from pathlib import Path
 
 from open_clip_zerovl.core.files import reading, regular_file
-from open_clip_zerovl.shards.members import unreadable
-from open_clip_zerovl.shards.texts import encoding_of
+from open_clip_zerovl.shards.tar import unreadable
+from open_clip_zerovl.shards.texts import Fault, encoding_of
 
 LARGEST_PICTURE_BYTES = 1 << 30
 
 
-class BadFile(Exception):
-    """A file that cannot be used.
-
-    Attributes:
-        reason: a few words to count by ("file missing"); the message has more.
-    """
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(detail or reason)
-        self.reason = reason
+class BadFile(Fault):
+    """A file that cannot be used."""
 
 
 def read_foreign(path: str | os.PathLike[str], most_bytes: int = LARGEST_PICTURE_BYTES) -> bytes:
-    """The content of a regular file. A pipe, a device, a folder and a file beyond the limit are refused before they are read.
+    """Read a regular file. A pipe, a device, a folder and a file beyond the limit are refused before they are read.
 
     Raises:
         BadFile: any fault of the file or of its name.
@@ -50,7 +42,7 @@ def read_foreign(path: str | os.PathLike[str], most_bytes: int = LARGEST_PICTURE
 
 
 def text_of(file: Path) -> str:
-    """The text of a file that people write: a byte-order mark names its encoding, without one it is UTF-8.
+    """Read the text of a file that people write: a byte-order mark names its encoding, without one it is UTF-8.
 
     Raises:
         UserError: bytes of another encoding.

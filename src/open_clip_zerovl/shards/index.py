@@ -1,9 +1,9 @@
-"""The place of each sample in a local shard: an index built once from the tar's headers, for direct access.
+"""Where each sample of a local shard begins: an index built once from the tar's headers, by which a tar is entered anywhere.
 
-A reader that begins in the middle of a shard (few shards, held-out samples, resume) reads only the samples that it
-needs. The index of `/d/sbu/00000.tar` is `/d/sbu/.zerovl-index/00000.tar.npz`; where that cannot be written, it lies in
-the user's cache folder. It is valid for one size and modification time of its tar. Several processes may build the same
-index: each writes a file of its own and renames it.
+A reader that begins in the middle of a shard (few shards, resume) reads only the samples that it needs. The index of
+`/d/sbu/00000.tar` is `/d/sbu/.zerovl-index/00000.tar.npz`; where that cannot be written, it lies in the user's cache folder.
+It is valid for one size and modification time of its tar. Several processes may build the same index: each writes a file of its
+own and renames it.
 
     n  whole samples of the shard
 """
@@ -23,20 +23,19 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, read_arrays, user_cache
-from open_clip_zerovl.shards.members import (
+from open_clip_zerovl.shards.tar import (
     TEXT_EXTENSION,
-    Extent,
     ShardError,
-    image_of,
+    content_of,
     locate_samples,
     opened,
     unreadable,
 )
 from open_clip_zerovl.shards.texts import caption_lines
 
-_OPEN_INDEXES = 64  # kept in memory, 0.5 MB for a shard of 10,000 samples
+_OPEN_INDEXES = 64  # kept in memory, 0.1 MB for a shard of 10,000 samples
 FOLDER = ".zerovl-index"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -44,42 +43,26 @@ class TarIndex:
     """Arrays over the whole samples of one shard.
 
     Attributes:
-        image: (n, 2) offset and size of the picture's bytes, -1 without a picture.
-        text: (n, 2) offset and size of the caption's bytes, -1 without a caption.
+        headers: (n,) where the headers of each sample begin.
         captions: (n,) number of captions, one a line; 1 for a sample without a caption, which then is a bad sample.
-        keys: (bytes,) all keys one after the other, UTF-8.
-        key_ends: (n,) where each key ends in `keys`.
         torn: (2,) reason and detail of the tear that ends the shard; two empty strings for a whole shard.
         stamp: (3,) VERSION, and size in bytes and modification time in ns of the tar.
     """
 
-    image: np.ndarray
-    text: np.ndarray
+    headers: np.ndarray
     captions: np.ndarray
-    keys: np.ndarray
-    key_ends: np.ndarray
     torn: np.ndarray
     stamp: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.image)
-
-    def key(self, sample: int) -> str:
-        """The sample's key."""
-        begin = int(self.key_ends[sample - 1]) if sample else 0
-        return (
-            self.keys[begin : int(self.key_ends[sample])]
-            .tobytes()
-            .decode("utf-8", "surrogateescape")
-        )
+        return len(self.headers)
 
 
 def open_index(path: str) -> TarIndex:
-    """The index of a plain local tar: from memory, from disk, or built now and stored.
+    """Return the index of a plain local tar: from memory, from disk, or built now and stored.
 
     Raises:
-        ShardError: the tar cannot be opened, or is torn before its first sample.
-        tarfile.ReadError: it is compressed or no tar.
+        ShardError: the tar cannot be opened, is no tar, or is torn before its first sample.
     """
     try:
         stat = os.stat(path)
@@ -101,7 +84,7 @@ def _open(path: str, size: int, mtime_ns: int) -> TarIndex:
 
 
 def build_index(path: str, stamp: np.ndarray) -> TarIndex:
-    """The index of a plain local tar, from its headers and captions.
+    """Build the index of a plain local tar from its headers and captions.
 
     Args:
         stamp: see `TarIndex`.
@@ -109,40 +92,29 @@ def build_index(path: str, stamp: np.ndarray) -> TarIndex:
     Raises:
         As `open_index`.
     """
-    image: list[Extent] = []
-    text: list[Extent] = []
-    captions = []
-    keys = []
+    headers, captions = [], []
     torn = ("", "")
     try:
         with opened(path) as descriptor:
-            for key, members in locate_samples(path):
-                image.append(image_of(members) or (-1, -1))
-                text.append(members.get(TEXT_EXTENSION, (-1, -1)))
-                offset, size = text[-1]
-                captions.append(
-                    max(1, len(caption_lines(os.pread(descriptor, size, offset))))
-                    if offset >= 0
-                    else 1
-                )
-                keys.append(key.encode("utf-8", "surrogateescape"))
+            for _, members in locate_samples(path):
+                headers.append(next(iter(members.values())).header)
+                text = members.get(TEXT_EXTENSION)
+                lines = [] if text is None else caption_lines(content_of(descriptor, text))
+                captions.append(max(1, len(lines)))
     except ShardError as error:
         if error.readable == 0:
             raise
         torn = (error.reason, str(error))
     return TarIndex(
-        np.array(image, dtype=np.int64).reshape(-1, 2),
-        np.array(text, dtype=np.int64).reshape(-1, 2),
+        np.array(headers, dtype=np.int64),
         np.array(captions, dtype=np.int32),
-        np.frombuffer(b"".join(keys), dtype=np.uint8),
-        np.cumsum([len(key) for key in keys], dtype=np.int64),
         np.array(torn),
         stamp,
     )
 
 
 def _places(path: str) -> Iterator[Path]:
-    """Paths where the index of a shard may lie, best first."""
+    """Yield the paths where the index of a shard may lie, best first."""
     folder, name = os.path.split(path)
     yield Path(folder, FOLDER, f"{name}.npz")
     yield (
@@ -166,23 +138,19 @@ def _load(file: Path) -> TarIndex | None:
 
 
 def _require_consistent(index: TarIndex) -> None:
-    """ValueError for arrays that do not make an index, as in a damaged or foreign file."""
+    """Check that arrays make an index, as those of a damaged or foreign file do not.
+
+    Raises:
+        ValueError: they do not.
+    """
     n = index.captions.size
-    shapes = {
-        "image": (n, 2), "text": (n, 2), "captions": (n,), "key_ends": (n,), "torn": (2,), "stamp": (3,),
-        "keys": (index.keys.size,),
-    }  # fmt: skip
+    shapes = {"headers": (n,), "captions": (n,), "torn": (2,), "stamp": (3,)}
     for name, shape in shapes.items():
         array = getattr(index, name)
         if array.shape != shape or array.dtype.kind not in ("U" if name == "torn" else "iu"):
             raise ValueError(f"its {name} has the shape {array.shape} and the type {array.dtype}")
-    extents = np.concatenate([index.image, index.text])
-    there = extents[extents[:, 0] >= 0]
-    ends = np.concatenate([[0], index.key_ends])
-    size = int(index.stamp[1])
-    inside = (there >= 0).all() and (there <= size).all() and (there.sum(axis=1) <= size).all()
-    ordered = (np.diff(ends) >= 0).all() and ends[-1] == len(index.keys)
-    if not inside or not ordered or (index.captions < 1).any():
+    inside = (index.headers >= 0).all() and (index.headers < index.stamp[1]).all()
+    if not inside or (np.diff(index.headers) <= 0).any() or (index.captions < 1).any():
         raise ValueError("its numbers do not add up")
 
 

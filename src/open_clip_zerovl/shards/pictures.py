@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from PIL import Image, PngImagePlugin
 
+from open_clip_zerovl.shards.texts import Fault
+
 HAS_HEIF = importlib.util.find_spec("pillow_heif") is not None
 HEIF_EXTENSIONS = ("heic", "heif")
 HEIF_ADVICE = "(pip install pillow-heif, or convert)"
@@ -58,7 +60,7 @@ Result = TypeVar("Result")
 
 
 def walk(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """(folder, its files) of a folder and those below it, in order; hidden ones and links to a folder above are left out."""
+    """Yield (folder, its files) of a folder and those below it, in order, without hidden ones and links to a folder above."""
     for folder, folders, names in os.walk(path, followlinks=True):
         below = (Path(folder, name) for name in folders if not name.startswith("."))
         folders[:] = sorted(
@@ -75,7 +77,7 @@ def _leads_up(link: Path) -> bool:
 
 
 def picture_files(path: Path) -> Iterator[Path]:
-    """The pictures of a folder and of those below it, in order."""
+    """Yield the pictures of a folder and of those below it, in order."""
     for folder, names in walk(path):
         yield from (
             Path(folder, name)
@@ -147,18 +149,8 @@ def left_out(names: Iterable[str]) -> str:
     return ", ".join(words)
 
 
-class BadPicture(Exception):
-    """A picture that cannot be shown.
-
-    Attributes:
-        reason: a few words to count by ("undecodable image").
-        detail: a verb phrase for messages ("has an image that cannot be decoded").
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
+class BadPicture(Fault):
+    """A picture that cannot be shown."""
 
 
 def decoded(data: bytes, use: Callable[[Image.Image], Result]) -> Result:
@@ -205,7 +197,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def may_be_turned(jpeg: bytes) -> bool:
-    """Return whether the header of a JPEG asks to turn it; Pillow decides in doubtful cases."""
+    """Return whether the header of a JPEG asks to turn it, or may do so."""
     at = 2
     while at + 4 <= len(jpeg) and jpeg[at] == _FILL:
         marker = jpeg[at + 1]
@@ -264,14 +256,14 @@ def rgb(image: Image.Image) -> Image.Image:
 
 
 def has_transparency(image: Image.Image) -> bool:
-    """True for a picture that may have transparent pixels. Pillow cannot blend more than 8 bits a channel."""
+    """Return whether a picture may have transparent pixels. Pillow cannot blend more than 8 bits a channel."""
     return image.mode in ("RGBA", "LA", "PA") or (
         "transparency" in image.info and not image.mode.startswith(("I", "F"))
     )
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """The picture in RGB, with white where it is transparent. ValueError as `rgb`."""
+    """Return the picture in RGB, with white where it is transparent. ValueError as `rgb`."""
     if has_transparency(image):
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

@@ -27,27 +27,31 @@ _MARKS = (
 )
 
 
-class BadCaption(Exception):
-    """A caption that cannot be shown.
+class Fault(Exception):
+    """The reason why a file, a picture, a caption or a shard cannot be used, which is raised or handed on as a value.
 
     Attributes:
         reason: a few words to count by ("empty caption").
-        detail: a verb phrase for messages ("has an empty caption").
+        detail: words for messages, a verb phrase for those of samples ("has an empty caption").
     """
 
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
         self.reason = reason
         self.detail = detail
 
 
+class BadCaption(Fault):
+    """A caption that cannot be shown."""
+
+
 def encoding_of(beginning: bytes) -> str:
-    """Return the encoding of a text by its byte-order mark; without one UTF-8."""
+    """Return the encoding of a text by its byte-order mark, UTF-8 without one."""
     return next((encoding for mark, encoding in _MARKS if beginning.startswith(mark)), "utf-8")
 
 
 def caption_lines(content: bytes) -> list[bytes]:
-    """Return the captions of a text, one a line, in UTF-8 as far as they can be decoded; empty lines are left out."""
+    """Return the captions of a text, one a line that is not empty, in UTF-8 as far as they can be decoded."""
     encoding = encoding_of(content)
     if encoding != "utf-8":
         try:

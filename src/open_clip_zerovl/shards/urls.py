@@ -1,5 +1,6 @@
-"""The kinds of URL that name a shard, and one request to each kind; `fetch` makes files of them.
+"""The kinds of URL that name a shard, and one request to each kind; `fetch` makes plain files of them.
 
+a compressed file      its plain bytes, up to the place where it is damaged
 https:, http:, hf:     a server, which is asked for the rest of a file (Range) and names its version (ETag)
 s3:, gs: ...           a store that fsspec opens
 pipe:COMMAND           the output of a command, which runs again from its beginning
@@ -7,14 +8,19 @@ pipe:COMMAND           the output of a command, which runs again from its beginn
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import http.client
+import lzma
 import os
 import re
 import select
 import socket
 import ssl
 import subprocess
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -29,6 +35,12 @@ REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 HTTP = ("http", "https")
 PARQUET = (".parquet", ".pq")
 _BLOCK_BYTES = 1 << 20
+# First bytes of a compressed file -> its reader, also of several compressed parts, of which bgzip and cat make one file.
+_COMPRESSED: Mapping[bytes, Callable[[str], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\0": lzma.open,
+}
 # Types of an error, the reason in a few words, and whether a retry may help.
 _REASONS: tuple[tuple[Any, str, bool], ...] = (
     (ssl.SSLCertVerificationError, "bad certificate", False),
@@ -41,21 +53,31 @@ _REASONS: tuple[tuple[Any, str, bool], ...] = (
 
 
 def local_path(url: str) -> str | None:
-    """The path of a shard on this machine, or None for a remote one."""
+    """Return the path of a shard on this machine, None for a remote one."""
     if url.startswith("file:"):
         return re.sub(r"^file:(//(localhost)?)?", "", url)
     return None if REMOTE.match(url) else url
 
 
+def decompressor(path: str) -> Callable[[str], Any] | None:
+    """Return what opens a compressed file for its plain bytes, None for any other file."""
+    with suppress(OSError), open(path, "rb") as file:
+        beginning = file.read(max(map(len, _COMPRESSED)))
+        return next(
+            (_COMPRESSED[magic] for magic in _COMPRESSED if beginning.startswith(magic)), None
+        )
+    return None
+
+
 def shard_digests(shards: Iterable[str]) -> dict[str, str]:
-    """Digest the bytes of each shard; one that is remote, or cannot be read, counts by its address."""
+    """Digest the bytes of each shard, or its address if it is remote or cannot be read."""
     paths = {shard: local_path(shard) for shard in shards}
     digests = file_digests(path for path in paths.values() if path is not None)
     return {shard: digests.get(path or "") or shard for shard, path in paths.items()}
 
 
 def check_quotes(url: str) -> None:
-    """UserError for a single quote in a URL of open_clip's own pipeline, where webdataset puts it into a shell command."""
+    """Refuse a single quote in a URL of open_clip's own pipeline, where webdataset puts it into a shell command."""
     if REMOTE.match(url) and not url.startswith(("pipe:", "file:")) and "'" in url:
         raise UserError(
             f"shard {url!r} has a single quote in its URL, which would end up in a shell; write it as %27"
@@ -63,18 +85,18 @@ def check_quotes(url: str) -> None:
 
 
 def is_parquet(url: str) -> bool:
-    """True for the path or URL of a parquet file, whose samples are its rows."""
+    """Return whether a path or URL is of a parquet file, whose samples are its rows."""
     name = url.partition("?")[0] if REMOTE.match(url) else url
     return not is_command(url) and name.lower().endswith(PARQUET)
 
 
 def is_command(url: str) -> bool:
-    """True if the bytes of a remote shard are the output of a command."""
+    """Return whether the bytes of a remote shard are the output of a command."""
     return url.startswith("pipe:")
 
 
 class Broken(Exception):
-    """An attempt failed; the message is the reason."""
+    """The error of an attempt that failed, with the reason as its message."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +119,10 @@ class Answer:
 
 
 def ask(url: str, at: int, *, stall_seconds: float, command_seconds: float) -> Answer:
-    """Ask for the bytes from `at` on; the answer begins there or before."""
+    """Ask for the bytes from `at` on, for an answer that begins there or before."""
+    path = local_path(url)
+    if path is not None:
+        return _unpack(path)
     if is_command(url):
         return _ask_command(url, command_seconds)
     if url.startswith("hf:"):
@@ -108,7 +133,7 @@ def ask(url: str, at: int, *, stall_seconds: float, command_seconds: float) -> A
 
 
 def _ask_server(url: str, token: dict[str, str], at: int, stall_seconds: float) -> Answer:
-    """Ask a web server; a server that it redirects to does not see the token."""
+    """Ask a web server, without showing the token to a server that it redirects to."""
     # What is escaped stays as it is written: a signature may cover it.
     request = Request(quote(url, safe="%:/?#[]@!$&'()*+,;=~"))
     request.add_header("User-Agent", "open_clip_zerovl")
@@ -133,7 +158,7 @@ def _ask_server(url: str, token: dict[str, str], at: int, stall_seconds: float) 
 
 
 def announces_end(headers: Mapping[str, str]) -> bool:
-    """Return whether an answer's headers or chunks show its end; else a reset connection ends as a closed one."""
+    """Return whether an answer's headers or chunks show its end. Without it a reset connection ends as a closed one."""
     return "Content-Length" in headers or "Transfer-Encoding" in headers
 
 
@@ -224,6 +249,22 @@ def matching_urls(pattern: str) -> list[str]:
         ) from error
 
 
+def _unpack(path: str) -> Answer:
+    about, opener = os.stat(path), decompressor(path)
+    if opener is None:
+        raise Broken("no compressed file any more")
+    file = opener(path)
+
+    def pieces() -> Iterator[bytes]:
+        try:
+            # read1 gives what comes before the place where the file is cut off
+            yield from iter(lambda: file.read1(_BLOCK_BYTES), b"")
+        except (OSError, EOFError, zlib.error, lzma.LZMAError):
+            yield b"?"  # no header begins so: the tar is torn here
+
+    return Answer(pieces(), file.close, version=f"{about.st_size} {about.st_mtime_ns}")
+
+
 def _ask_command(url: str, most_seconds: float) -> Answer:
     process = subprocess.Popen(
         url.removeprefix("pipe:"), shell=True, stdout=subprocess.PIPE, bufsize=0
@@ -272,6 +313,6 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
 
 
 def asked_wait(error: BaseException) -> float:
-    """Return the seconds that a busy server asks a client to wait (Retry-After); 0 if it does not."""
+    """Return the seconds that a busy server asks a client to wait (Retry-After), 0 if it does not."""
     asked = error.headers.get("Retry-After", "") if isinstance(error, HTTPError) else ""
     return float(asked) if re.fullmatch(r"\d{1,6}", asked) else 0.0

@@ -1,6 +1,6 @@
 """A source on disk: webdataset shards and a `sizes.json`; and a test set in CLIP_benchmark's retrieval layout.
 
-A shard is a tar of samples; a sample is a group of files with one key (`key.png`, `key.txt`, `key.json`), see `members`. Shards
+A shard is a tar of samples; a sample is a group of files with one key (`key.png`, `key.txt`, `key.json`), see `tar`. Shards
 are written under another name and renamed when whole. They hold no times or owners, so that the same samples give the same
 bytes.
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, reading, write_atomically
-from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.tar import Sample
 
 SIZES_FILE = "sizes.json"
 RETRIEVAL_MARK = "dataset_type.txt"  # in a retrieval set's folder
@@ -30,7 +30,7 @@ MOST_SAMPLES = 1 << 40  # of a shard; a larger number in a sizes.json is a mista
 
 
 def write_shard(path: str | Path, samples: Iterable[Sample]) -> int:
-    """Write one tar atomically; returns its number of samples. Nothing in it depends on the clock or the user.
+    """Write one tar atomically, and return its number of samples. Nothing in it depends on the clock or the user.
 
     Raises:
         UserError: a key that is empty, holds a dot (webdataset ends a key at the first dot) or comes twice; a file that cannot
@@ -81,7 +81,7 @@ def write_source(
 
 
 def write_retrieval_set(folder: str | Path, samples: Sequence[Sample]) -> int:
-    """Write a test set that `clip_benchmark eval --dataset wds/NAME --task zeroshot_retrieval` reads; returns its size.
+    """Write a test set that `clip_benchmark eval --dataset wds/NAME --task zeroshot_retrieval` reads, and return its size.
 
     Each sample needs a picture (`png`, `jpg`, `jpeg` or `webp`) and a `txt` with one caption a line; further files
     (`json`) are carried along and ignored by CLIP_benchmark.
@@ -122,6 +122,6 @@ def _size(value: Any) -> int:
 
 
 def read_sizes(folder: str | Path) -> dict[str, int] | None:
-    """`parse_sizes` of a local folder's `sizes.json`; None without this file."""
+    """Read the `sizes.json` of a local folder by `parse_sizes`, None without this file."""
     file = Path(folder, SIZES_FILE)
     return parse_sizes(file.read_bytes(), file) if file.is_file() else None

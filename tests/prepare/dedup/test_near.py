@@ -17,8 +17,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.dedup import near
 from open_clip_zerovl.prepare.dedup.near import BITS, NEAR, NearIndex, picture_hashes
 from open_clip_zerovl.prepare.dedup.overlap import SHOWN, NearPair, Overlap, write_overlap
-from open_clip_zerovl.shards.members import Sample, read_samples
 from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.tar import Sample, read_samples
 from open_clip_zerovl.shards.writing import write_retrieval_set
 from support.tars import encoded, write_tar
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.labelled import open_probe_set
+from open_clip_zerovl.data.indexed import open_probe_set
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.prepare.pack.classes import ZERO_SHOT_TEMPLATES, class_caption

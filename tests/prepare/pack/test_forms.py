@@ -22,7 +22,7 @@ from open_clip_zerovl.prepare.pack.places import public_name
 from open_clip_zerovl.prepare.pack.report import _tokenizer
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
-from open_clip_zerovl.shards.members import image_of, read_samples
+from open_clip_zerovl.shards.tar import image_of, read_samples
 from support.hostile_server import hostile_server, photo
 from support.pairs import ARROW_FORMS, FORMS, as_csv, as_folder, make_pairs, picture, samples_of
 from support.shard_server import shard_server

@@ -22,9 +22,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import kind_of
-from open_clip_zerovl.data.indexed import IndexedSample
+from open_clip_zerovl.data.indexed import Picture
+from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.data.samples import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.prepare.dedup.near import (
     BITS,
@@ -53,7 +53,7 @@ class ComparedSets:
         unreadable: pictures that cannot be decoded, left out.
     """
 
-    pictures: Sequence[IndexedSample]
+    pictures: Sequence[Picture]
     index: NearIndex
     owners: Sequence[int]
     unreadable: int
@@ -138,7 +138,7 @@ def open_test_sets(
     ]
     hashes: list[Hashes] = []
     owners: list[int] = []
-    readable: list[IndexedSample] = []
+    readable: list[Picture] = []
     hashed = chain.from_iterable(
         hash_all(((picture, picture.content()) for picture in pictures), threads)
     )
@@ -153,9 +153,9 @@ def open_test_sets(
     return ComparedSets(readable, NearIndex(hashes), owners, len(pictures) - len(readable))
 
 
-def _test_pictures(name: str, path: Path, split: str) -> list[IndexedSample]:
+def _test_pictures(name: str, path: Path, split: str) -> list[Picture]:
     if kind_of(str(path)).kind == "folder" and (files := list(picture_files(path))):
-        return [IndexedSample(str(file.relative_to(path)), file, source=name) for file in files]
+        return [Picture(str(file.relative_to(path)), file, source=name) for file in files]
     (place,) = parse_retrieval_data(sets_as_shards(f"{name}={path}")).values()
     return [replace(sample, source=name) for sample in open_retrieval_set(place, split).samples]
 
@@ -170,7 +170,7 @@ def find_overlap(
         within: largest distance of a copy; see `check_distance`.
 
     Raises:
-        UserError: data that cannot be read, or remote shards.
+        UserError: data that cannot be read.
     """
     overlap = Overlap(tests.counts(), within)
     say = print if progress else logging.info

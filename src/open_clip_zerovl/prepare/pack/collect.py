@@ -18,7 +18,7 @@ from open_clip_zerovl.prepare.pack.columns import is_utf8, texts_of
 from open_clip_zerovl.prepare.pack.download import Downloader
 from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, Picture, encode_picture
 from open_clip_zerovl.prepare.pack.gather import Gathering, Spool
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, SourceNames
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, Reader, Row, SourceNames
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.prepare.settings import Limits, Work
 
@@ -78,7 +78,7 @@ class Collecting:
         finally:
             self.gathering.close()
 
-    def _add(self, input: int, row: PairRow) -> None:
+    def _add(self, input: int, row: Row) -> None:
         captions, problem = ([], row.refused) if row.refused else texts_of(row.captions)
         source, unnamed = self.names[input].of(row.source)
         reason = problem or unnamed or ("" if row.place else "no picture named")
@@ -93,7 +93,7 @@ class Collecting:
             self.gathering.show(rows=1, failures={reason: 1} if reason else None)
         self.store.add_row(input, row, source, number, captions, reason)
 
-    def _submit(self, number: int, input: int, row: PairRow) -> None:
+    def _submit(self, number: int, input: int, row: Row) -> None:
         index, place = divmod(number, PICTURES_A_SPOOL)
         if self._batch is None or self._batch.number != index:
             if self._batch is not None:
@@ -102,7 +102,7 @@ class Collecting:
             self.gathering.begin(self._batch)
         self.gathering.submit(self._batch, place, (input, row))
 
-    def _fetch(self, wanted: tuple[int, PairRow]) -> Picture:
+    def _fetch(self, wanted: tuple[int, Row]) -> Picture:
         input, row = wanted
         local = row.content is None and not is_address(row.place)
         if row.content is not None:

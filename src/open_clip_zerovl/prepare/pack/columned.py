@@ -29,7 +29,7 @@ from open_clip_zerovl.prepare.pack.columns import (
 )
 from open_clip_zerovl.prepare.pack.csv_rows import CsvRows
 from open_clip_zerovl.prepare.pack.places import Places, public_name
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow, Reader, word_of
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, Reader, Row, word_of
 from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
@@ -65,25 +65,25 @@ class ColumnReader(Reader):
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         """(line, or number from 1; record) of each row of a file; of its columns at least those that are chosen."""
 
-    def rows(self) -> Iterator[PairRow]:
+    def rows(self) -> Iterator[Row]:
         for file in self.files:
             places = Places(file, self.wanted.pictures_in)
             split = self._split_of(file) if self.splits.says else ""
             for row in places.checked(self._rows(file, places)):
                 yield row if row.split else row._replace(split=split)
 
-    def _rows(self, file: Path, places: Places) -> Iterator[PairRow]:
+    def _rows(self, file: Path, places: Places) -> Iterator[Row]:
         chosen = self.chosen
         for line, fields in self.records(file):
             if isinstance(fields, str):
-                yield PairRow("", (), file.name, line, refused=fields)
+                yield Row("", (), file.name, line, refused=fields)
                 continue
             picture, name = fields.get(chosen.picture), ""
             if isinstance(picture, dict):
                 content, name = picture.get("bytes"), str(picture.get("path") or "")
                 picture = content if isinstance(content, bytes) and content else picture.get("path")
             captions, label = self._captions(fields)
-            row = PairRow(
+            row = Row(
                 "",
                 captions,
                 file.name,
@@ -317,7 +317,7 @@ class SplitTables(Reader):
         self.columns = "; ".join(dict.fromkeys(reader.columns for reader in readers))
         self.splits = self._splits_of_files()
 
-    def rows(self) -> Iterator[PairRow]:
+    def rows(self) -> Iterator[Row]:
         for reader in self.readers:
             yield from reader.rows()
         self.notes = [note for reader in self.readers for note in reader.notes]

@@ -18,7 +18,7 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked, write_atomically
 from open_clip_zerovl.core.identity import ADVICE, difference, read_claim, sha256_of
-from open_clip_zerovl.shards.members import Sample
+from open_clip_zerovl.shards.tar import Sample
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_shard
 
 MANIFEST_FILE = "manifest.json"

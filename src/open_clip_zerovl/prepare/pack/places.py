@@ -11,7 +11,7 @@ from pathlib import Path, PureWindowsPath
 from urllib.parse import unquote
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, PairRow
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, Row
 
 
 def public_name(name: str) -> str:
@@ -76,10 +76,10 @@ class Places:
             return None
         return os.path.join(folder, next(each for each in names if each.lower() == name.lower()))
 
-    def checked(self, rows: Iterable[PairRow]) -> Iterator[PairRow]:
+    def checked(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows. UserError if not one of the first pictures exists."""
         rows, held = iter(rows), []
-        missing: list[PairRow] = []
+        missing: list[Row] = []
         for row in rows:
             held.append(row)
             if row.refused or not row.place:
@@ -99,7 +99,7 @@ class Places:
         yield from held
         yield from rows
 
-    def _wrong(self, missing: list[PairRow]) -> UserError:
+    def _wrong(self, missing: list[Row]) -> UserError:
         first = missing[0]
         folder = self._found_elsewhere(os.path.relpath(first.place, self.folder))
         advice = (

@@ -21,7 +21,7 @@ from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import PairDatabase
 from open_clip_zerovl.report.verdicts import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
-from open_clip_zerovl.shards.members import BYTES_BEHIND
+from open_clip_zerovl.shards.tar import BYTES_BEHIND
 from open_clip_zerovl.shards.texts import UNMARKED, WORDS_FOR_NOTHING
 
 _EXAMPLES = 5

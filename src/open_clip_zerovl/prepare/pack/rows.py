@@ -19,7 +19,7 @@ from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read
 ADDRESS = ("http://", "https://")
 
 
-class PairRow(NamedTuple):
+class Row(NamedTuple):
     """One row of an input.
 
     Attributes:
@@ -74,7 +74,7 @@ class Reader(ABC):
     split_column: str | None = None
 
     @abstractmethod
-    def rows(self) -> Iterator[PairRow]:
+    def rows(self) -> Iterator[Row]:
         """The rows, the same at each call. UserError for an input of another form."""
 
     def places_outside(self) -> Iterator[str]:

@@ -8,7 +8,6 @@ hat/1.jpg, web/hat/1.jpg       a class, or a source and a class: captions are ma
 from __future__ import annotations
 
 import os
-import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -22,24 +21,25 @@ from open_clip_zerovl.prepare.pack.classes import NAME_THEM, ClassTemplates
 from open_clip_zerovl.prepare.pack.columns import find, guess_captions
 from open_clip_zerovl.prepare.pack.columns import listed as shown_names
 from open_clip_zerovl.prepare.pack.encode import Failure
-from open_clip_zerovl.prepare.pack.rows import PairRow, Reader, read_file, word_of
+from open_clip_zerovl.prepare.pack.rows import Reader, Row, read_file, word_of
 from open_clip_zerovl.prepare.settings import Columns
-from open_clip_zerovl.shards.members import (
-    TEXT_EXTENSION,
-    ShardError,
-    image_of,
-    locate_samples,
-    object_of,
-    opened,
-    stream_samples,
-    why_no_pairs,
-)
+from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.pictures import (
     HEIF_ADVICE,
     HEIF_EXTENSIONS,
     list_pictures,
     notes_of,
     walk,
+)
+from open_clip_zerovl.shards.tar import (
+    TEXT_EXTENSION,
+    ShardError,
+    content_of,
+    image_of,
+    locate_samples,
+    object_of,
+    opened,
+    why_no_pairs,
 )
 from open_clip_zerovl.shards.texts import caption_lines
 
@@ -89,7 +89,7 @@ class SampleReader(Reader):
         )
         self.columns = f"caption {shown_names(self.keys)} of the .json files{guessed}"
 
-    def _row(self, row: PairRow, text: bytes | None, table: bytes | None) -> PairRow:
+    def _row(self, row: Row, text: bytes | None, table: bytes | None) -> Row:
         """A row with the captions and the source of its sample."""
         fields: dict[str, Any] | None = {}
         if table is not None and (self.keys or self.wanted.source or self.split_column):
@@ -148,11 +148,11 @@ class FolderReader(SampleReader):
                 objects.append(_read(table))
         self._choose(f"the JSON files of {path}", objects, has_text=len(tables) < len(self.texts))
 
-    def rows(self) -> Iterator[PairRow]:
+    def rows(self) -> Iterator[Row]:
         for file in self.pictures:
             name, stem = str(file.relative_to(self.path)), os.path.splitext(file)[0]
             inside, split = self.splits(name)
-            row = PairRow(str(file), (), name, name=name, split=split)
+            row = Row(str(file), (), name, name=name, split=split)
             try:
                 text, table = (
                     _read(path) if path in self.texts else None
@@ -213,14 +213,14 @@ class ClassReader(Reader):
                 f"--source-column {FOLDER_COLUMN} makes each folder of the upper level a source"
             )
 
-    def rows(self) -> Iterator[PairRow]:
+    def rows(self) -> Iterator[Row]:
         for file in self.files:
             name = str(file.relative_to(self.path))
             inside, split = self.splits(name)
             label = self.words[self._class(name)]
             captions = self.templates.of(label)
             source = Path(inside).parts[-3:][0]
-            yield PairRow(str(file), captions, name, 0, source, name=name, label=label, split=split)
+            yield Row(str(file), captions, name, 0, source, name=name, label=label, split=split)
 
     def _empty(self, path: Path) -> list[str]:
         """Name the folders at the level of classes that hold no picture."""
@@ -280,20 +280,21 @@ class TarReader(SampleReader):
                 break
         captioned = {TEXT_EXTENSION, _JSON_EXTENSION}
         if not any(place and captioned & texts.keys() for _, place, _, texts in first):
-            why = why_no_pairs(files[0])
+            with ShardCache().borrowed(str(files[0])) as plain:
+                why = why_no_pairs(plain)
             if why:
                 raise UserError(f"{files[0]} holds no pairs: {why}")
         tables = [texts[_JSON_EXTENSION] or b"" for *_, texts in first if _JSON_EXTENSION in texts]
         has_text = any(TEXT_EXTENSION in texts for *_, texts in first)
         self._choose(f"the json members of {files[0]}", tables, has_text=has_text)
 
-    def rows(self) -> Iterator[PairRow]:
+    def rows(self) -> Iterator[Row]:
         for file in self.files:
             split = self._split_of(file)
             try:
                 for key, place, content, texts in self._samples(file):
                     name = f"{file.name}/{key}"
-                    row = PairRow(
+                    row = Row(
                         place, (), f"{file.name} {key}", content=content, name=name, split=split
                     )
                     if place:
@@ -303,24 +304,23 @@ class TarReader(SampleReader):
                         named = f": .{heif} {HEIF_ADVICE}" if heif else ""
                         yield row._replace(refused=f"no picture{named}")
             except ShardError as error:
-                yield PairRow("", (), file.name, refused=error.reason)
+                yield Row("", (), file.name, refused=error.reason)
 
     def _samples(self, file: Path) -> Iterator[_Member]:
-        try:
-            with opened(file) as descriptor:
-                for key, members in locate_samples(file, whole=True):
-                    extent = image_of(members)
-                    read = (TEXT_EXTENSION, _JSON_EXTENSION)
-                    texts = {
-                        name: os.pread(descriptor, size, offset) if name in read else None
-                        for name, (offset, size) in members.items()
-                    }
-                    yield key, "{}#{}+{}".format(file, *extent) if extent else "", None, texts
-        except tarfile.ReadError:  # compressed, or no tar
-            samples = stream_samples(file, wanted=None)
-            for number, (key, files) in enumerate(samples, start=1):
-                picture = image_of(files)
-                yield key, f"{file}#{number}" if picture else "", picture, files
+        with ShardCache().borrowed(str(file)) as path, opened(path) as descriptor:
+            samples = locate_samples(path, whole=True)
+            for number, (key, members) in enumerate(samples, start=1):
+                place, content, picture = "", None, image_of(members)
+                if picture is not None:
+                    place = f"{file}#{picture.offset}+{picture.size}"
+                if picture is not None and path != str(file):  # an unpacked copy, which may go
+                    place, content = f"{file}#{number}", content_of(descriptor, picture)
+                read = (TEXT_EXTENSION, _JSON_EXTENSION)
+                texts = {
+                    name: content_of(descriptor, member) if name in read else None
+                    for name, member in members.items()
+                }
+                yield key, place, content, texts
 
     def obtain(self, place: str) -> bytes:
         file, _, extent = place.rpartition("#")

@@ -23,7 +23,7 @@ from open_clip_zerovl.data.class_words import class_order
 from open_clip_zerovl.data.held_out import position
 from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.pack.gather import RowOutcome
-from open_clip_zerovl.prepare.pack.rows import PairRow
+from open_clip_zerovl.prepare.pack.rows import Row
 
 _TABLES = """
 CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT, label TEXT,
@@ -108,7 +108,7 @@ class PairDatabase:
     def add_row(
         self,
         input: int,
-        row: PairRow,
+        row: Row,
         source: str | None,
         picture: int | None,
         captions: list[str],

@@ -25,7 +25,7 @@ from open_clip_zerovl.core.identity import digest_of_all
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.prepare.pack import manifest
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
-from open_clip_zerovl.shards.members import TEXT_EXTENSION, Sample
+from open_clip_zerovl.shards.tar import TEXT_EXTENSION, Sample
 from open_clip_zerovl.shards.writing import SHARD_COUNT, SIZES_FILE, mark_retrieval_set
 
 SILENT_SECONDS = 2.0  # longer work shows a bar or a line

@@ -1,0 +1,544 @@
+"""Tars as sequences of samples, from their headers alone: names, offsets and sizes, as fast as the disk gives them.
+
+Everything that reads shards uses `locate_samples`: training, its counting and its index, retrieval and probe sets, and
+`zerovl data`. Sample number i of a shard is therefore the same sample for all of them, which exactly-once and exact resume
+depend on. A compressed tar is unpacked once, into the cache of fetched shards (`fetch`).
+
+Members with the same key (the path up to the file name's first dot) that lie one after the other are a sample. A sample also
+ends where a suffix repeats, so that two samples with one key stay two; webdataset raises an error there:
+
+    a.jpg a.txt b.jpg a.txt           a {jpg, txt}, b {jpg}, a {txt}
+    a.jpg a.txt a.jpg a.txt           a {jpg, txt}, a {jpg, txt}
+
+Members whose file name begins with a dot are no samples: macOS writes `._a.jpg` beside `a.jpg`. A sample that the end of a torn
+tar cuts off does not count.
+
+Headers of plain files, which nearly all members of a shard are, are parsed here. `tarfile` reads the other members: long
+names, large sizes, pax, links. It takes several times as long, since it makes an object of twenty attributes for each member. A
+hard or symbolic link gives the bytes of the earlier member that it leads to; a link without one, and a sparse file, none. A tar
+ends at its end mark only if nothing but zeros follows: behind the mark of `cat a.tar b.tar` lie the samples of b.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import logging
+import os
+import posixpath
+import re
+import tarfile
+import zlib
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Any, NamedTuple, TypeVar, cast
+
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.texts import BadCaption, Fault, caption_lines, caption_of
+
+#: The order in which CLIP_benchmark looks for the picture. Retrieval sets keep it on purpose: both programs score the same.
+CLIP_BENCHMARK_ORDER = tuple(dict.fromkeys(("webp", "png", "jpg", "jpeg", *IMAGE_EXTENSIONS)))
+TEXT_EXTENSION = "txt"
+WANTED = frozenset((*IMAGE_EXTENSIONS, TEXT_EXTENSION))
+META = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
+# webdataset's rule, also for line breaks
+_KEY_AND_SUFFIX = re.compile(r"(?P<key>(?:.*/)?[^.]+)\.(?P<suffix>[^/]*)")
+
+BYTES_BEHIND = "bytes behind the end mark"  # a reason of a ShardError
+BLOCK = 512
+_ZEROS = bytes(BLOCK)
+_REGULAR = b"0\0"  # type flags of a regular file; very old tars have NUL
+# of a long name or of pax fields; a header that claims more is corrupt
+_LARGEST_HEADER_BYTES = 1 << 24
+_READ_BYTES = 1 << 20  # behind an end mark, at a time
+_WARNED: set[str] = set()  # kinds of members without bytes
+# Errors of tarfile on corrupt headers.
+_CORRUPT = (
+    tarfile.TarError,
+    ValueError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    AttributeError,
+    TypeError,
+)
+
+Content = TypeVar("Content")
+#: `read_at(offset, size)` -> the bytes there; fewer at the end of the file.
+ReadAt = Callable[[int, int], bytes | bytearray]
+
+
+class BrokenTar(tarfile.ReadError):
+    """The error of a file that is cut off or not a tar, which names the place."""
+
+
+class BytesBehind(BrokenTar):
+    """A tar's end mark is followed by more than zeros."""
+
+
+class ShardError(Fault):
+    """A shard cannot be read, or only up to some sample.
+
+    Attributes:
+        readable: number of whole samples before that.
+    """
+
+    def __init__(self, reason: str, detail: str, readable: int = 0) -> None:
+        super().__init__(reason, detail)
+        self.readable = readable
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Member(NamedTuple):
+    """A regular file in a tar.
+
+    Attributes:
+        offset, size: where its bytes lie.
+        header: where its headers begin.
+    """
+
+    name: str
+    offset: int
+    size: int
+    header: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample of a shard.
+
+    Attributes:
+        key: the path of its files up to the name's first dot.
+        files: contents by extension (`{"png": ..., "txt": ...}`).
+        shard: path or URL of its shard; "" if it is in none yet.
+    """
+
+    key: str
+    files: Mapping[str, bytes]
+    shard: str = ""
+
+    @property
+    def image(self) -> bytes | None:
+        """Return the encoded picture, None without one."""
+        return image_of(self.files)
+
+    @property
+    def captions(self) -> list[str]:
+        """List the captions of its text that can be shown."""
+        captions = []
+        for line in caption_lines(self.files.get(TEXT_EXTENSION, b"")):
+            with suppress(BadCaption):
+                captions.append(caption_of(line))
+        return captions
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Parse the object in its json, {} without one."""
+        return object_of(self.files.get("json", b"")) or {}
+
+
+def object_of(content: bytes) -> dict[str, Any] | None:
+    """Parse the object of a JSON file.
+
+    Returns:
+        None if the file holds another value, or brackets thousands deep.
+    """
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def image_of(
+    sample: Mapping[str, Content], order: Sequence[str] = IMAGE_EXTENSIONS
+) -> Content | None:
+    """Return the picture among a sample's files, {suffix: content}, None if it has none."""
+    return next((sample[extension] for extension in order if extension in sample), None)
+
+
+def group(members: Iterable[tuple[str, Content]]) -> Iterator[tuple[str, dict[str, Content]]]:
+    """Group (name, content) members in the order of the tar into samples (key, {suffix: content}), suffixes in lower case."""
+    key: str = ""
+    sample: dict[str, Content] = {}
+    behind: BytesBehind | None = None
+    try:
+        for name, content in members:
+            base, suffix = (None, None) if META.match(name) else _key_and_suffix(name)
+            if base is None or suffix is None:
+                continue
+            suffix = suffix.lower()
+            if base != key or suffix in sample:
+                if sample:
+                    yield key, sample
+                key, sample = base, {}
+            sample[suffix] = content
+    except BytesBehind as error:  # the sample before an end mark is whole
+        behind = error
+    if sample:
+        yield key, sample
+    if behind is not None:
+        raise behind
+
+
+def _key_and_suffix(name: str) -> tuple[str | None, str | None]:
+    """Split a name into the path up to the file name's first dot and the rest, (None, None) if it lacks one of them."""
+    begin = name.rfind("/") + 1
+    dot = name.find(".", begin)
+    if dot == begin:
+        return None, None
+    if dot > begin and "\n" not in name:
+        return name[:dot], name[dot + 1 :]
+    odd = _KEY_AND_SUFFIX.fullmatch(name)  # several times as slow
+    return (odd["key"], odd["suffix"]) if odd else (None, None)
+
+
+def locate_samples(
+    path: str | os.PathLike[str], *, begin: int = 0, whole: bool = False
+) -> Generator[tuple[str, dict[str, Member]], None, None]:
+    """Yield the samples of a plain local tar as (key, {suffix: member}), from the headers alone.
+
+    Args:
+        begin: where the headers of the first sample begin (`index.TarIndex`).
+        whole: a tar without its end mark is torn, too: it may have been cut off between two samples.
+
+    Raises:
+        ShardError: the tar is unreadable or torn; `readable` samples were yielded before.
+        UserError: see `unreadable`.
+    """
+    count = 0
+    with opened(path) as descriptor:
+
+        def read_at(offset: int, size: int) -> bytes:
+            return os.pread(descriptor, size, offset)
+
+        try:
+            total = os.fstat(descriptor).st_size
+            members = walk_tar(read_at, total, begin=begin, whole=whole)
+            for sample in group((member.name, member) for member in members):
+                yield sample
+                count += 1
+        except (BrokenTar, OSError) as error:
+            if isinstance(error, OSError) and not count:
+                raise unreadable(error) from error
+            reason = "truncated shard" if count or begin else "unreadable shard"
+            if isinstance(error, BytesBehind):
+                reason = BYTES_BEHIND
+            raise ShardError(reason, words_of(error), count) from error
+
+
+def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
+    """Yield the samples of a plain local tar with all their files, in the order of training.
+
+    Raises:
+        UserError: the shard cannot be read to its end.
+    """
+    try:
+        with opened(path) as descriptor:
+            for key, members in locate_samples(path, whole=True):
+                files = {name: content_of(descriptor, member) for name, member in members.items()}
+                yield Sample(key, files)
+    except (ShardError, OSError) as error:
+        raise UserError(
+            f"shard {path} cannot be read ({error}): fetch or write it again"
+        ) from error
+
+
+def content_of(descriptor: int, member: Member) -> bytes:
+    """Read the bytes of a member."""
+    return os.pread(descriptor, member.size, member.offset)
+
+
+def why_no_pairs(path: str | os.PathLike[str]) -> str:
+    """Say why the members of a plain local tar make no pairs of a picture and a caption, "" if they make some."""
+    members: dict[str, set[str]] = {}
+    try:
+        for key, files in locate_samples(path):
+            if _is_pair(files):
+                return ""
+            members.setdefault(key, set()).update(files)
+    except ShardError as error:
+        return f"it cannot be read as a tar to its end ({error})"
+    apart = next((key for key, suffixes in members.items() if _is_pair(suffixes)), None)
+    if apart is not None:
+        return (
+            f"picture and caption of {apart!r} are not next to each other: write the tar in the order of its names, as with "
+            "tar --sort=name"
+        )
+    for key, suffixes in members.items():
+        for suffix in sorted(suffixes):
+            _, dot, ending = suffix.rpartition(".")
+            if dot and ending in WANTED:
+                return (
+                    f"a key ends at the first dot of a file's name, and {key}.{suffix} is {suffix!r} of the sample {key!r}: "
+                    "rename the members, or unpack the tar and pack its folder"
+                )
+    if not members:
+        return "it has no members with a name and an ending"
+    endings = sorted(set().union(*members.values()))
+    pictured = not set(IMAGE_EXTENSIONS).isdisjoint(endings)
+    lacking = "caption (.txt)" if pictured else "picture"
+    return (
+        f"no member is a {lacking}, its members are {', '.join(f'.{each}' for each in endings[:8])}"
+    )
+
+
+def _is_pair(suffixes: Collection[str]) -> bool:
+    return not {TEXT_EXTENSION, "json"}.isdisjoint(suffixes) and not set(
+        IMAGE_EXTENSIONS
+    ).isdisjoint(suffixes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[int]:
+    """Open a local shard for reading, as a file descriptor.
+
+    Raises:
+        ShardError: the shard cannot be opened.
+        UserError: see `unreadable`.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise unreadable(error) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def words_of(error: BaseException) -> str:
+    """Return the message of an error, or its type's name."""
+    message = error.args[-1] if isinstance(error, OSError) and error.args else error
+    return str(message) or type(error).__name__
+
+
+def unreadable(error: OSError) -> ShardError:
+    """Make the ShardError of a shard that cannot be opened.
+
+    Raises:
+        UserError: the process has as many files open as it may, which is not the shard's fault.
+    """
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise UserError(
+            "this process has as many files open as it may, and a loader process keeps one or two open for each source; raise "
+            "the limit (ulimit -n), or take fewer sources"
+        ) from error
+    return ShardError("unreadable shard", words_of(error))
+
+
+def lacks_end(path: str | os.PathLike[str]) -> bool:
+    """Return whether a tar or parquet file lacks its end, as a server leaves it that announced no length and broke off."""
+    with open(path, "rb") as file:
+        if file.read(4) == b"PAR1":
+            file.seek(-4, os.SEEK_END)
+            return file.read() != b"PAR1"
+    try:
+        return any(False for _ in locate_samples(path, whole=True))
+    except ShardError:
+        return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Headers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def walk_tar(
+    read_at: ReadAt, total: int, *, begin: int = 0, whole: bool = True
+) -> Iterator[Member]:
+    """Yield the regular files of a tar of `total` bytes, in order. Mostly one read a member.
+
+    Args:
+        begin: where the headers of the first one begin.
+        whole: the tar must have its end mark. Otherwise it also ends behind a whole file.
+
+    Raises:
+        BrokenTar: a tar that ends within a file (which has been yielded), an impossible header, bytes behind the end mark, or,
+            with `whole`, a tar without an end mark.
+    """
+    tar: tarfile.TarFile | None = None  # reads headers that are not plain
+    members: dict[str, Member] = {}
+    position = begin
+    while True:
+        header = read_at(position, BLOCK)
+        # the end mark; Python 3.10's tarfile seeks in front of a tar that begins with it
+        if header == _ZEROS:
+            _require_ended(_Headers(read_at, total, position).read, position)
+            return
+        member = None if tar is not None and tar.pax_headers else _plain_member(header, position)
+        if member is not None:
+            tar = None
+            after = member.offset + -(-member.size // BLOCK) * BLOCK
+            members[member.name] = member
+            yield member
+        else:
+            tar, info = _next_member(tar, read_at, total, position)
+            if info is None:
+                if whole or (len(header) < BLOCK and header.strip(b"\0")):
+                    raise BrokenTar(_no_end(header, position, total))
+                return
+            after = tar.offset
+            if after <= position or info.size < 0:
+                raise BrokenTar(f"a negative size at byte {position}")
+            if info.isreg() or _is_link(info):
+                if begin and not info.isreg():  # it may lead to a member before
+                    walked = walk_tar(read_at, total)
+                    before = itertools.takewhile(lambda each: each.header < begin, walked)
+                    members = {each.name: each for each in before} | members
+                member = Member(info.name, *_extent(info, members), position)
+                members[member.name] = member
+                yield member
+        if after > total:
+            raise BrokenTar(
+                f"it is cut off after {total} bytes, within the file whose header is at byte {position}"
+            )
+        position = after
+
+
+def _require_ended(read: Callable[[int], bytes], position: int) -> None:
+    """Read behind the end mark of a tar, to the end of the file.
+
+    Raises:
+        BytesBehind: not all of the bytes are zeros.
+    """
+    while content := read(_READ_BYTES):
+        if content.strip(b"\0"):
+            raise BytesBehind(
+                f"its end mark at byte {position} is followed by more bytes, as in tars that were joined with cat: unpack all "
+                "of it with tar --ignore-zeros, and write it as one tar"
+            )
+
+
+def _is_link(info: tarfile.TarInfo) -> bool:
+    """Return whether a header is of a link that stands for a file."""
+    return (info.islnk() or info.issym()) and "." in posixpath.basename(info.name)[1:]
+
+
+def _extent(info: tarfile.TarInfo, members: dict[str, Member]) -> tuple[int, int]:
+    """Return offset and size of a member's bytes, size 0 with a warning once a process if they cannot be read."""
+    if info.isreg() and not info.issparse():
+        return info.offset_data, info.size
+    path = info.linkname
+    if info.issym():
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(info.name), path))
+    target = members.get(path) or members.get(f"./{path}")
+    if target is not None and not info.issparse():
+        return target.offset, target.size
+    if info.issparse():
+        _warn("a sparse file", f"{info.name}: write the tar without --sparse")
+    elif info.islnk():
+        _warn("a hard link", f"{info.name} to {info.linkname}: write it with --hard-dereference")
+    else:
+        _warn("a symbolic link", f"{info.name} to {info.linkname}: write it with --dereference")
+    return info.offset_data, 0
+
+
+def _warn(kind: str, words: str) -> None:
+    if kind not in _WARNED:
+        _WARNED.add(kind)
+        logging.warning(
+            f"A tar holds {kind} whose bytes cannot be read, as if it were empty ({words})."
+        )
+
+
+def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
+    """Parse a plain header.
+
+    A plain member is a regular file with a name of at most 100 bytes and a size in octal digits; nearly all members of shards
+    are plain.
+
+    Returns:
+        None for any other block.
+    """
+    if (
+        len(header) < BLOCK
+        or header[156] not in _REGULAR
+        or header[345]
+        or header[135] not in b"\0 "
+    ):
+        return None
+    size = header[124:135]
+    checksum = header[148:154]
+    behind = header[154:156]
+    if not size.isdigit() or not checksum.isdigit() or (behind[0] and behind.strip(b"\0 ")):
+        return None
+    # The checksum is the sum of the header's bytes, with its own field as spaces. The lower half of Adler-32 is one plus the
+    # sum of all bytes modulo 65521, and takes a fiftieth of the time of a sum in Python.
+    try:
+        expected = int(checksum, 8) + sum(header[148:156]) - 256 + 1
+        if expected % 65521 != zlib.adler32(header) & 0xFFFF:
+            return None
+        name = header[:100].split(b"\0", 1)[0].decode("utf-8", errors="surrogateescape")
+        if name.endswith("/"):
+            return None
+        return Member(name, position + BLOCK, int(size, 8), position)
+    except ValueError:  # an 8 or a 9
+        return None
+
+
+def _next_member(
+    tar: tarfile.TarFile | None, read_at: ReadAt, total: int, position: int
+) -> tuple[tarfile.TarFile, tarfile.TarInfo | None]:
+    """Read the member at a header by `tarfile`, None at the end of the tar, and return it with the reader for the next one."""
+    try:
+        if tar is None:
+            view = cast(IO[bytes], _Headers(read_at, total, position))
+            tar = tarfile.TarFile(fileobj=view, encoding="utf-8", errors="surrogateescape")
+        info = tar.next()
+        tar.members = []  # type: ignore[attr-defined]  # it would keep every header
+        return tar, info
+    except BrokenTar:
+        raise
+    except _CORRUPT as error:
+        raise BrokenTar(
+            f"no tar header at byte {position} ({error or type(error).__name__})"
+        ) from error
+
+
+class _Headers:
+    """A tar's bytes as a file for `tarfile`, which may read no more from it at once than a header holds."""
+
+    def __init__(self, read_at: ReadAt, total: int, position: int) -> None:
+        self._read_at = read_at
+        self._total = total
+        self._position = position
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> int:
+        if position < 0:
+            raise BrokenTar("a negative size in a header")
+        self._position = position
+        return position
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _LARGEST_HEADER_BYTES:
+            raise BrokenTar(f"a header of {size} bytes at byte {self._position}")
+        content = bytes(
+            self._read_at(self._position, max(0, min(size, self._total - self._position)))
+        )
+        self._position += len(content)
+        return content
+
+
+def _no_end(header: bytes | bytearray, position: int, total: int) -> str:
+    """Name the fault of a block that is neither a header nor the end mark."""
+    if len(header) < BLOCK:
+        return f"it is cut off after {total} bytes: no end mark"
+    if header[124] == 0xFF or ord("-") in header[124:136]:
+        return f"a negative size at byte {position}"
+    return f"no tar header at byte {position}"
