@@ -27,6 +27,7 @@ from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.local_dir import LOCAL_DIR
 from open_clip_zerovl.models.text_towers import IMPORT_LINE
 from open_clip_zerovl.report.record import RECORD, read_record
+from open_clip_zerovl.sampling.schedule import Batching
 
 CARD_FILE = "README.md"
 FOLDER_HERE = "/path/to/this/folder"  # in the lines that load the model; `push_folder` writes the repository's name there
@@ -385,7 +386,8 @@ def _recipe_facts(
     if batch := params.get("batch_size"):
         ranks = params.get("world_size") or 1
         steps = params.get("dga_steps") or params.get("accum_freq") or 1
-        sizes = f"{batch * ranks * steps:,} = {batch} a micro-batch x {steps} accumulated x {ranks} ranks"
+        whole = Batching(batch, steps, ranks).effective_batch
+        sizes = f"{whole:,} = {batch} a micro-batch x {steps} accumulated x {ranks} ranks"
         facts.append(("effective batch", sizes))
     known = params if given is None else given
     for name in sorted(set(known) - _ELSEWHERE):

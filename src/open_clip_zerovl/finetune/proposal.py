@@ -13,6 +13,7 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import CPU_MICRO_BATCH
 from open_clip_zerovl.recipe.arguments import Settings
+from open_clip_zerovl.sampling.schedule import Batching
 
 GPU_MICRO_BATCH = 256  # at first; halved for want of memory
 LARGEST_BATCH = 2048
@@ -212,7 +213,7 @@ def _effective_batch(facts: Facts, given: Settings) -> tuple[int, str]:
     asked = _number(given, "effective-batch", int)
     size, steps = _number(given, "batch-size", int), _number(given, "dga-steps", int)
     if asked is None and size is not None and steps is not None:
-        asked = size * steps * facts.ranks
+        asked = Batching(size, steps, facts.ranks).effective_batch
     by_steps = _power_of_two(facts.samples / FEWEST_STEPS)
     if asked is not None and asked > facts.samples:
         raise UserError(
@@ -240,7 +241,8 @@ def _split(batch: int, facts: Facts, given: Settings) -> tuple[int, int, str]:
     size = _number(given, "batch-size", int) or size
     steps = _number(given, "dga-steps", int) or max(1, round(share / size))
     gpus = f" x {facts.gpus} GPUs" if facts.gpus > 1 else ""
-    return size, steps, f"{size} x {steps}{gpus} = {size * steps * facts.ranks}"
+    whole = Batching(size, steps, facts.ranks).effective_batch
+    return size, steps, f"{size} x {steps}{gpus} = {whole}"
 
 
 def _save_every_steps(steps_an_epoch: int) -> tuple[str | None, str]:

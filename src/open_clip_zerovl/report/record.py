@@ -18,14 +18,13 @@ import json
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.core.files import reading, write_atomically
+from open_clip_zerovl.core.files import read_json, write_atomically
 from open_clip_zerovl.report.html import thumbnail
 
 log = logging.getLogger(__name__)
@@ -101,25 +100,13 @@ def read_examples(folder: str | os.PathLike[str]) -> tuple[int, list[dict[str, A
         (0, []) if it has none.
 
     Raises:
-        UserError: the file cannot be read, or holds a picture that a page would load from elsewhere.
+        UserError: the file cannot be read.
     """
     path = Path(folder) / EXAMPLES
     if not path.exists():
         return 0, []
-    with reading(path, "delete it to get the page without examples"):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        for example in content["examples"]:
-            _ = (
-                example["query"],
-                example["source"],
-                [example["rank"][model] for model in example["top"]],
-            )
-            shown = [each for ranked in example["top"].values() for each in ranked]
-            _ = [(each["source"], each["right"]) for each in shown]
-            for picture in (example["target"], *(each["pixels"] for each in shown)):
-                if not re.fullmatch(r"data:image/\w+;base64,[\w+/=]+", picture):
-                    raise ValueError("a picture is not a data URI")
-        return int(content["epoch"]), content["examples"]
+    content = read_json(path, "delete it to get the page without examples")
+    return int(content["epoch"]), content["examples"]
 
 
 def _as_line(line: Mapping[str, Any]) -> str:

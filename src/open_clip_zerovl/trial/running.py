@@ -50,7 +50,7 @@ from open_clip_zerovl.report.record import read_record
 from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.report.verdicts import HIGHER
 from open_clip_zerovl.sampling import WHEN_DEBIASED
-from open_clip_zerovl.sampling.schedule import apportion
+from open_clip_zerovl.sampling.schedule import Batching, apportion
 from open_clip_zerovl.trial.flags import ARMS
 from open_clip_zerovl.trial.inputs import PLAN, Inputs, Request, claim_folder, prepare
 from open_clip_zerovl.trial.result import Row, TrialResult
@@ -179,7 +179,8 @@ class Trial:
 
     def _batch(self, arm: str) -> int:
         """Count the samples of an optimizer step."""
-        return self.request.micro_batch * self.ranks * int(self.flags_of[arm].get("dga-steps") or 1)
+        steps = int(self.flags_of[arm].get("dga-steps") or 1)
+        return Batching(self.request.micro_batch, steps, self.ranks).effective_batch
 
     def run(self) -> TrialResult:
         """Run pilots and runs, write table and page."""
