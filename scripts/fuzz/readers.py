@@ -6,7 +6,6 @@ something was replaced or reported as documented; exceptions of the functions pa
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 from collections.abc import Callable
@@ -42,7 +41,6 @@ from open_clip_zerovl.shards.archives import find_member
 from open_clip_zerovl.shards.pictures import BadPicture
 from scripts.fuzz import inputs
 from training import checkpointing, resume
-from training.data import check_stock_data
 
 BAD_SAMPLE = "bad sample"
 Reader = Callable[[Path], "str | None"]
@@ -131,18 +129,6 @@ def command(*arguments: str) -> Reader:
         return BAD_SAMPLE if status else None
 
     return read
-
-
-def stock(folder: Path) -> None:
-    """The checks before open_clip's own pipeline reads a table or shards without a name."""
-    table = folder / "table.csv"
-    data = str(table if table.exists() else folder / "source" / "{0..1}.tar")
-    args = argparse.Namespace(
-        train_data=data, val_data=None, workers=0, dataset_type="auto", imagenet_val=None, imagenet_v2=None,
-        train_data_upsampling_factors=None, dataset_resampled=False, train_num_samples=None, csv_separator="\t",
-        csv_img_key="filepath", csv_caption_key="title",
-    )  # fmt: skip
-    check_stock_data(args, training=True)
 
 
 def resuming(folder: Path) -> None:
@@ -240,7 +226,6 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
         inputs.make_sizes,
         {
             "training": training("source"),
-            "without a name": stock,
             "data check": data_check,
             "zerovl data check --sizes": command("data", "check", "--sizes", "{}/source"),
         },
@@ -248,7 +233,6 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
     "table": (
         inputs.make_table,
         {
-            "without a name": stock,
             "data pack": packing("table.csv"),
         },
     ),

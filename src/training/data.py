@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
-import pandas
 import torch
 from open_clip_train.data import expand_urls
 from open_clip_train.distributed import all_gather_object, is_master, world_info_from_env
@@ -44,7 +43,6 @@ from open_clip_zerovl.shards.urls import check_quotes, local_path
 
 # by webdataset's decoder, at the sight of such a member
 UNPICKLED = ("pyd", "pickle", "pkl", "pth")
-TABLES = ("csv", "tsv")  # the endings by which open_clip knows them
 
 
 def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
@@ -55,7 +53,7 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
         training: whether open_clip's pipeline, and not our mixture, reads `--train-data`.
 
     Raises:
-        UserError: a missing column or shard, a shard of unknown size, a folder.
+        UserError: a missing shard, a folder.
     """
     named = {"--train-data": args.train_data if training else None, "--val-data": args.val_data}
     if any(named.values()) or args.imagenet_val or args.imagenet_v2:
@@ -64,12 +62,7 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
     if args.imagenet_val or args.imagenet_v2:
         _check_accuracy()
     for flag, path in named.items() if not args.dataset_type.startswith("synthetic") else ():
-        ending = "" if path is None else path.rsplit(".", 1)[-1]
-        if path and (
-            args.dataset_type == "csv" or (args.dataset_type == "auto" and ending in TABLES)
-        ):
-            _check_table(flag, path, args)
-        elif path and (args.dataset_type == "webdataset" or ending == "tar"):
+        if path and (args.dataset_type == "webdataset" or path.endswith(".tar")):
             _check_shards(flag, path, args)
         elif path and flag == "--train-data" and os.path.isdir(path):
             raise UserError(
@@ -135,22 +128,6 @@ def _check_shards(flag: str, path: str, args: argparse.Namespace) -> None:
         raise UserError(
             f"{len(missing)} of {len(shards)} shards of {flag} do not exist, first {missing[0]}; correct the path or the range"
         )
-
-
-def _check_table(flag: str, path: str, args: argparse.Namespace) -> None:
-    if local_path(path) is None or not os.path.isfile(path):
-        return
-    head = pandas.read_csv(path, sep=args.csv_separator, nrows=1)
-    for option, column in (
-        ("--csv-img-key", args.csv_img_key),
-        ("--csv-caption-key", args.csv_caption_key),
-    ):
-        if column not in head:
-            columns = ", ".join(repr(str(name)) for name in head.columns)
-            raise UserError(
-                f"{flag} {path} has no column {column!r}; split at {args.csv_separator!r} its columns are {columns}; give "
-                f"{option}, or --csv-separator"
-            )
 
 
 if TYPE_CHECKING:

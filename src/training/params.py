@@ -11,15 +11,14 @@ sentence of its own are left to it (`run.TrainingRun`).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import open_clip_train.params as host_params
 
@@ -336,19 +335,21 @@ def parse(argv: Sequence[str]) -> Command:
         _parse_open_clip(["--help"])  # prints and exits
     words = list(argv)[list(argv)[:1] == ["--"] :]  # as under torchrun
     ours, rest = parser.parse_known_args(words)
-    args, stock_parser = _parse_open_clip(rest)
     values = values_of(ours)
+    file = values["model_config"]
+    name = None if file is None else _own_model(file)
+    args, stock_parser = _parse_open_clip(rest if name is None else ["--model", name, *rest])
+    if name not in (None, args.model):
+        raise UserError(
+            f"--model {args.model} and --model-config {file} are two models: give one of them"
+        )
     if values["sampling"] is None and is_named(args.train_data):
         values["sampling"] = "random"
+    # params.txt is read from other folders, too
     if values["text_model"] and os.path.isdir(values["text_model"]):
-        # params.txt is read from other folders, too
         values["text_model"] = os.path.abspath(values["text_model"])
-    if values["model_config"]:
-        values["model_config"] = os.path.abspath(values["model_config"])
-        args.model = _own_model(
-            values["model_config"], args.model, stock_parser.get_default("model")
-        )
-        _default_betas(args, values["model_config"], stock_parser.typed)
+    if file is not None:
+        values["model_config"] = os.path.abspath(file)
     config = AllFlags.of(values, args, stock_parser.typed)
     check(config, args, stock_parser)
     if config.token_drop is not None:
@@ -360,38 +361,12 @@ def parse(argv: Sequence[str]) -> Command:
     return args, config
 
 
-def _default_betas(args: argparse.Namespace, file: str, typed: Mapping[str, Any]) -> None:
-    """Choose open_clip's defaults of AdamW for a model config's file, by its image tower.
-
-    open_clip itself goes by "vit" in a name.
-    """
-    vision = json.loads(Path(file).read_text(encoding="utf-8"))["vision_cfg"]
-    timm_name = vision.get("timm_model_name")
-    has_vit = "vit" in timm_name if timm_name else not isinstance(vision.get("layers", 12), list)
-    for name, value in (
-        host_params.get_default_params("vit" if has_vit else "resnet").items()
-        if "timm" not in args.opt
-        else ()
-    ):
-        if name not in typed:
-            setattr(args, name, value)
-
-
-def _own_model(file: str, given: str, default: str) -> str:
-    """Register a model config's file and return its name.
-
-    Raises:
-        UserError: `--model` names another.
-    """
+def _own_model(file: str) -> str:
+    """Register a model config's file and return its name."""
     say_loading()
     from open_clip_zerovl.models.configs import register_model_file
 
-    name = register_model_file(file)
-    if given not in (default, name):
-        raise UserError(
-            f"--model {given} and --model-config {file} are two models: give one of them"
-        )
-    return name
+    return register_model_file(file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

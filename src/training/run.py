@@ -274,7 +274,7 @@ class TrainingRun:
         if self.config.lora is not None:
             from open_clip_zerovl.recipe.lora import lora_entry
 
-            self.entries = {**self.entries, ENTRY: lora_entry(self.model, self.config.lora)}
+            self.entries = {**self.entries, ENTRY: lora_entry(self.config.lora)}
         if self.own_step:
             model.check_contrastive(self.model, self.args.model)
         if (

@@ -68,14 +68,6 @@ REFUSED = {
         "1 of 1 shards of --val-data do not exist",
     ),
     "folder": ({"train_data": "s"}, "name it to read it as a source: --train-data NAME=s"),
-    "separator": (
-        {"train_data": "here.csv"},
-        r"no column 'filepath'; split at '\t' its columns are 'filepath,title'",
-    ),
-    "column": (
-        {"train_data": "here.csv", "csv_separator": ",", "csv_caption_key": "x"},
-        "give --csv-caption-key",
-    ),
 }
 
 
@@ -170,6 +162,7 @@ IN_ITS_WORDS = {
     "--train-data here.csv --aug-cfg scal=(0.6,1.0)": "keyword argument 'scal'",
     "--train-data empty.tsv --csv-separator \t": "torch: num_samples should be a positive integer",
     "--train-data there.csv": "there.csv: No such file or directory",
+    "--train-data here.csv --csv-img-key picture": "pandas: KeyError: 'picture'",
     "--train-data p/beside.tsv --csv-separator \t": "0.png: No such file or directory",
 }
 

@@ -7,7 +7,6 @@ A model with ModernBERT is the exception: open_clip 3.3 needs this package's imp
     config.json                   of the Hugging Face text tower, where the model has one
     tokenizer.json ...            its tokenizer; a model with CLIP's own BPE needs none, open_clip brings it
     README.md                     the model card: how to load it, recipe, sources, metrics (`card`)
-    lora/                         of a run with --lora, whose weights are merged: the adapters alone, for peft
 
 open_clip looks for the tokenizer in the folder, but for the text tower at `text_cfg.hf_model_name`. The export writes its
 absolute path there; `zerovl export FOLDER --here` writes it anew after a move (`local_dir.write_paths_here`).
@@ -34,7 +33,7 @@ from torch import Tensor
 from open_clip_zerovl.checkpoints.card import CARD_FILE, FOLDER_HERE, MOVED, ModelCard, run_card
 from open_clip_zerovl.checkpoints.loading import assemble
 from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
-from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, adapter_files, merged, read_unmerged
+from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, scratch_folder
 from open_clip_zerovl.models.local_dir import (
@@ -88,20 +87,11 @@ def export_local_dir(
     checkpoint = Path(checkpoint)
     check_destination(absolute(out_dir), force)
     log.info("reading %s", checkpoint)
-    unmerged, adapters = read_unmerged(checkpoint)
-    weights = merged(unmerged, adapters, checkpoint)
+    weights = read_state_dict(checkpoint)
     spec = read_model_spec(checkpoint, model=model, text_model=text_model)
     card = run_card(checkpoint, spec, weights, licence=licence)
-    extra_files = None if adapters is None else adapter_files(unmerged, adapters)
     return write_local_dir(
-        checkpoint,
-        weights,
-        spec,
-        out_dir,
-        card=card,
-        precision=precision,
-        force=force,
-        extra_files=extra_files,
+        checkpoint, weights, spec, out_dir, card=card, precision=precision, force=force
     )
 
 
@@ -148,7 +138,6 @@ def write_local_dir(
         write_config(folder, _pointing_at(final, spec), preprocess_cfg)
         text = card.text(needs_import=is_registered_here(built))
         for name, content in {CARD_FILE: text, **(extra_files or {})}.items():
-            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     log.info("wrote %s", final)
     return final

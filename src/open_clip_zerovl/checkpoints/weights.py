@@ -1,16 +1,14 @@
-"""State dicts read from files, with low-rank adapters merged into their weights, or written alone in peft's layout.
+"""State dicts read from files, with low-rank adapters merged into their weights.
 
 No code in a file is run; a file that cannot be read is refused with a sentence. A run with --lora keeps a layer's weight as
 LAYER.base_layer.weight and its adapter as LAYER.lora_A.default.weight (R, in) and LAYER.lora_B.default.weight (out, R). Merged,
-LAYER.weight is W + (alpha / R) B A. peft is not needed for either.
+LAYER.weight is W + (alpha / R) B A. peft is not needed for it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,15 +16,13 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.tower_weights import load_pickled
 
-ENTRY = "lora"  # of a checkpoint: rank, alpha, and the names of the other trained parameters
-FOLDER = "lora"  # of an export: the adapters alone
+ENTRY = "lora"  # of a checkpoint: rank and alpha
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
@@ -35,7 +31,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith((_A, _B))
 
 
-def merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str, Tensor]:
+def _merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str, Tensor]:
     """Merge the adapters into the weights in double precision, under open_clip's own names.
 
     Args:
@@ -61,59 +57,19 @@ def merged(weights: Mapping[str, Tensor], entry: Any, origin: Path) -> dict[str,
     return plain
 
 
-def adapter_files(
-    weights: Mapping[str, Tensor], entry: Mapping[str, Any]
-) -> dict[str, bytes | str]:
-    """Write adapters and other trained parameters as files for peft, name -> content.
-
-    `PeftModel.from_pretrained(OPEN_CLIP_MODEL, FOLDER)` loads them.
-
-    With adapters of packed attention the config is left out, without which peft refuses the folder: peft 0.21.2 adds the
-    adapter of nn.MultiheadAttention's output projection twice.
-    """
-    layers = sorted(name.removesuffix(_A) for name in weights if name.endswith(_A))
-    trained = {
-        f"base_model.model.{name.replace('.default.', '.')}": tensor.clone().contiguous()
-        for name, tensor in weights.items()
-        if is_adapter(name) or name in entry["trained"]
-    }
-    files: dict[str, bytes | str] = {
-        f"{FOLDER}/adapter_model.safetensors": save(trained, metadata={"format": "pt"})
-    }
-    if not any(layer.endswith(".base_layer.out_proj") for layer in layers):
-        config = {
-            "peft_type": "LORA",
-            "r": entry["rank"],
-            "lora_alpha": entry["alpha"],
-            "bias": "none",
-        }
-        config["target_modules"] = "|".join(map(re.escape, layers))
-        files[f"{FOLDER}/adapter_config.json"] = json.dumps(config, indent=2) + "\n"
-    return files
-
-
 WEIGHTS_FILE = "open_clip_model.safetensors"
 
 
 def read_state_dict(checkpoint: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read the weights of a checkpoint under open_clip's own names, adapters of --lora merged.
+    """Read the weights of a checkpoint under open_clip's own names, without `module.` and `_orig_mod.`, adapters merged.
 
     Only tensors, plain containers and numbers are loaded (`load_pickled`); a pickle that wants to run code is refused.
 
     Raises:
         UserError: no such file, a file that does not load so, or one without weights.
     """
-    return merged(*read_unmerged(Path(checkpoint)), Path(checkpoint))
-
-
-def read_unmerged(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
-    """Read the weights with adapters as training keeps them, and the entry of the adapters.
-
-    Names have no `module.` (DDP) and `_orig_mod.` (compile).
-
-    Errors as `read_state_dict`.
-    """
-    content = _read_content(checkpoint)
+    path = Path(checkpoint)
+    content = _read_content(path)
     weights = content.get("state_dict", content) if isinstance(content, dict) else {}
     if not (isinstance(weights, dict) and weights) or not all(
         isinstance(value, Tensor) for value in weights.values()
@@ -123,7 +79,7 @@ def read_unmerged(checkpoint: Path) -> tuple[dict[str, Tensor], Any]:
     for key, tensor in weights.items():
         name = key.replace("_orig_mod.", "").removeprefix("module.")
         plain[name] = tensor
-    return plain, content.get(ENTRY)
+    return _merged(plain, content.get(ENTRY), path)
 
 
 def require_finite_weights(
