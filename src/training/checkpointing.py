@@ -39,22 +39,13 @@ def newest_whole(folder: str, remote: bool = False) -> str | None:
     open_clip takes the last name in sorting order: a leftover tmp.pt comes after all epochs, and so does any step checkpoint.
     It does not notice a damaged file. On a remote store (`--remote-sync`) progress is read from names only.
     """
-    if remote:
-        listed = {
-            name: progress
-            for name in _remote_names(folder)
-            if (progress := _progress(name)) is not None
-        }
-        return os.path.join(folder, max(listed, key=lambda name: listed[name])) if listed else None
-    checkpoints = [
-        (progress, path)
-        for path in Path(folder).glob("*.pt")
-        if (progress := _progress(path.name)) is not None
-    ]
-    for _, path in sorted(checkpoints, reverse=True):
-        damage = damage_of(path)
+    names = _remote_names(folder) if remote else [path.name for path in Path(folder).glob("*.pt")]
+    progress = {name: at for name in names if (at := _progress(name)) is not None}
+    for name in sorted(progress, key=progress.__getitem__, reverse=True):
+        path = os.path.join(folder, name)
+        damage = None if remote else damage_of(Path(path))
         if damage is None:
-            return str(path)
+            return path
         logging.warning(f"Skipping {path}: the file {damage}.")
     return None
 

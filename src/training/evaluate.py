@@ -64,10 +64,9 @@ def evaluate(
         "input_dtype": get_input_dtype(args.precision),
     }
     ours: dict[str, Any] = {"epoch": epoch}
-    if "retrieval" in data:
-        ours |= _retrieval(data["retrieval"], args, log, model, tokenizer, epoch, towers)
-    if "zero-shot" in data:
-        ours |= _zero_shot(data["zero-shot"], args, log, model, tokenizer, epoch, towers)
+    for kind, scores_of in (("retrieval", _retrieval), ("zero-shot", _zero_shot)):
+        if kind in data:
+            ours |= scores_of(data[kind], args, log, model, tokenizer, epoch, towers)
     if args.save_logs:
         with open(Path(args.checkpoint_path, "results.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps(ours) + "\n")
