@@ -252,9 +252,9 @@ def report(
     if tb_writer is not None:
         for name, value in metrics.items():
             tb_writer.add_scalar(name, value, at)
-    name = "trackio" if getattr(args, "trackio", False) else "wandb" if args.wandb else None
-    if name is not None:
-        importlib.import_module(name).log({**metrics, **also}, step=step)
+    reporter = "trackio" if getattr(args, "trackio", False) else "wandb" if args.wandb else None
+    if reporter is not None:
+        importlib.import_module(reporter).log({**metrics, **also}, step=step)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def create_loss(
     """
     if config.distill_model is not None:
         return _stock_loss(args, model)
-    asked = {"positives": config.positives or "pair"}
+    asked: dict[str, Any] = {"positives": config.positives or "pair"}
     if captions(model):
         asked["weight"] = args.coca_contrastive_loss_weight
     if args.siglip:

@@ -47,8 +47,11 @@ _DATA_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
 _RECALL = re.compile(r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)")
 _RSUM = re.compile(r"(?:(.+)_)?(rsum)")
 _ACCURACY = re.compile(r"(.+)[_-](top\d+|mean_per_class)")
-_RETRIEVAL = {"task_type": "image-text-retrieval", "task_name": "Image-text retrieval"}
-_CLASSES = {
+_RETRIEVAL: dict[str, Any] = {
+    "task_type": "image-text-retrieval",
+    "task_name": "Image-text retrieval",
+}
+_CLASSES: dict[str, Any] = {
     "task_type": "zero-shot-image-classification",
     "task_name": "Zero-shot image classification",
 }
