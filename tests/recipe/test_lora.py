@@ -145,9 +145,6 @@ def test_adapters_lie_on_each_linear_layer_of_the_chosen_towers(make, on, count)
         assert parameter.requires_grad == (
             is_adapter(name) or not group_of(name).endswith(" tower")
         ), name
-    assert set(lora_entry(model, 4)["trained"]) == {
-        n for n, p in plain.named_parameters() if not group_of(n).endswith(" tower")
-    }
     side = model.visual.image_size
     images = torch.randn(
         2, 3, *(side if isinstance(side, tuple) else (side, side)), dtype=plain.logit_scale.dtype

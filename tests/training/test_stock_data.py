@@ -162,7 +162,7 @@ IN_ITS_WORDS = {
     "--train-data here.csv --aug-cfg scal=(0.6,1.0)": "keyword argument 'scal'",
     "--train-data empty.tsv --csv-separator \t": "torch: num_samples should be a positive integer",
     "--train-data there.csv": "there.csv: No such file or directory",
-    "--train-data here.csv --csv-img-key picture": "pandas: KeyError: 'picture'",
+    "--train-data here.csv --csv-img-key picture": "pandas: KeyError: it lacks 'picture'",
     "--train-data p/beside.tsv --csv-separator \t": "0.png: No such file or directory",
 }
 
