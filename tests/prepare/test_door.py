@@ -129,7 +129,7 @@ def test_each_form_is_a_source_of_shards_that_is_packed_once(form, tmp_path, cac
         os.utime(file, (1, 1))
     copy = data_at(tmp_path / "again", form)
     assert as_shards(f"x={copy}", say=said.append) == data
-    assert len(said) == 3 and shard_times(source) == before and len(list(cache.iterdir())) == 1
+    assert len(said) == 3 and shard_times(source) == before and len(list(cache.glob("[!.]*"))) == 1
 
 
 def data_at(place: Path, form: str) -> str:
@@ -178,7 +178,27 @@ def test_two_processes_at_once_end_in_one_folder(tmp_path, cache):
         child.join()
     assert len(ends) == 1 and [child.exitcode for child in children] == [0, 0, 0]
     (source,) = parse_sources(ends.pop())
-    assert source.num_samples == 200 and len(list(cache.iterdir())) == 1
+    assert source.num_samples == 200 and len(list(cache.glob("[!.]*"))) == 1
+
+
+def test_folders_out_of_use_make_room_least_recently_used_first(tmp_path, cache):
+    folders, said = [], []
+    for name in "abc":
+        data = as_shards(f"x={write_table(tmp_path / name, rows=4 + len(folders))}")
+        folders.append(Path(data.partition("=")[2]))
+    door.make_room(cache, said.append, most_bytes=0)  # this process reads all of them
+    assert all(folder.is_dir() for folder in folders) and not said
+    for age, folder in zip((1, 2), (folders[2], folders[0]), strict=True):
+        os.close(door._READING.pop(folder))
+        os.utime(door._marker(folder), (1e9 - age, 1e9 - age))
+    size = {folder: sum(f.stat().st_size for f in folder.rglob("*")) for folder in folders}
+    door.make_room(cache, said.append, most_bytes=sum(size.values()) - 1)
+    assert [folder.is_dir() for folder in folders] == [False, True, True]
+    assert len(said) == 1 and "removed the 1 least recently used folders" in said[0]
+    door.make_room(cache, said.append, most_bytes=0)
+    assert [folder.is_dir() for folder in folders] == [False, True, False]
+    (source,) = parse_sources(as_shards(f"x={tmp_path}/a/pairs.csv"))
+    assert source.num_samples == 4 and folders[0].is_dir()
 
 
 def test_rows_that_cannot_be_used_are_said_or_end_a_strict_call(tmp_path):

@@ -44,6 +44,7 @@ from open_clip_zerovl.finetune.data import (
     DataArguments,
     open_sources,
 )
+from open_clip_zerovl.prepare.door import keep_in_use, make_room
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.tar import Sample
 from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, write_shard
@@ -187,6 +188,7 @@ def _write_rest(source: Source, left_out: np.ndarray, out: Path, say: Say) -> Pa
         )
     place = out / "rest" / f"{source.name}-{digest_of(content_of_source(source), left_out)[:12]}"
     if place.is_dir():
+        keep_in_use(place)
         return place
     say(f"writing the {count:,} samples of {source.name} that are trained on into {place}")
     gone = set(left_out.tolist())
@@ -205,6 +207,8 @@ def _write_rest(source: Source, left_out: np.ndarray, out: Path, say: Say) -> Pa
         write_atomically(folder / SIZES_FILE, json.dumps(sizes))
         _copy_classes([source], folder)
         folder.rename(place)
+    keep_in_use(place)
+    make_room(place.parent, say)
     return place
 
 

@@ -4,20 +4,23 @@
         ->  x=CACHE/packed/3f0c...     an output of `zerovl data pack`
 
 The name of the folder is a digest of the settings, of the bytes of the inputs and of the pictures that they name: a copy of the
-data is the same folder, and so is data with other times of change. Nothing removes these folders but their user.
+data is the same folder, and so is data with other times of change. Beyond MOST_GIB the folders that were used least recently
+are removed, unless a process that lives has read them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.core.files import locked, user_cache
+from open_clip_zerovl.core.files import lock_file, locked, user_cache
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.names import NAME
@@ -31,6 +34,8 @@ from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 
 MOST_ROWS = 1_000_000  # of an input; it is scanned at each start, which takes about 15 seconds then
+MOST_GIB = 100  # of the packed folders together
+_READING: dict[Path, int | None] = {}  # folders that this process reads -> their locks
 # A text file is a list of addresses, if anything.
 _ENDINGS = tuple(
     ending
@@ -108,11 +113,13 @@ def _packed(
     contents = [_content(reader, command) for reader in readers]
     key = digest_of(FORMAT, {**settings.described(), "pictures_in": None}, contents)
     folder = user_cache("open_clip_zerovl") / "packed" / key
+    keep_in_use(folder)
     if not (folder / REPORT_FILE).is_file():
         say(f"Packing {text} into {folder}, once: it is read from there")
     with locked(folder):  # another rank or another command waits here for its shards
         if not (folder / REPORT_FILE).is_file():
             pack(list(map(str, inputs)), folder, settings, work=Work(progress=False), content=key)
+    make_room(folder.parent, say)
     report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
     reasons = ", ".join(f"{entry['rows']:,} {why}" for why, entry in report["refused"].items())
     if strict and reasons:
@@ -124,6 +131,41 @@ def _packed(
         left_out += f"; {report['repeated_rows']:,} rows repeat earlier ones"
     say(f"{text}: {report['pictures']:,} pictures as shards in {folder}{left_out}")
     return home, folder
+
+
+def _marker(folder: Path) -> Path:
+    """Return the file whose time is that of a folder's last use, and which its readers lock."""
+    return folder.with_name(f".{folder.name}.used")
+
+
+def keep_in_use(folder: Path) -> None:
+    """Keep a folder from `make_room` until this process ends, and note the time of its use."""
+    with locked(folder.parent, name=".room"):
+        _marker(folder).touch()
+        if folder not in _READING:
+            _READING[folder] = lock_file(_marker(folder), shared=True)
+
+
+def make_room(place: Path, say: Say, most_bytes: int = MOST_GIB << 30) -> None:
+    """Remove the least recently used folders of a place beyond a size, but none that a process keeps in use."""
+
+    def last_use(folder: Path) -> float:
+        return (_marker(folder) if _marker(folder).exists() else folder).stat().st_mtime
+
+    with locked(place, name=".room"):
+        folders = [each for each in place.iterdir() if each.is_dir() and each.name[0] != "."]
+        size = {each: sum(file.stat().st_size for file in each.rglob("*")) for each in folders}
+        over, removed = sum(size.values()) - most_bytes, 0
+        for folder in sorted(folders, key=last_use):
+            unused = lock_file(_marker(folder), wait=False, create=True) if over > 0 else None
+            if unused is not None:
+                shutil.rmtree(folder)
+                os.close(unused)
+                over, removed = over - size[folder], removed + 1
+    if removed:
+        say(
+            f"{place}: removed the {removed} least recently used folders, beyond {most_bytes >> 30} GiB"
+        )
 
 
 def _inputs(text: str) -> tuple[Path, list[Path], Path | None]:
