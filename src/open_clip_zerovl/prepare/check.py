@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.identity import sha256_of
-from open_clip_zerovl.prepare.pack.manifest import read_manifest
+from open_clip_zerovl.prepare.pack.write import read_manifest
 from open_clip_zerovl.shards.pictures import BadPicture, decoded
 from open_clip_zerovl.shards.tar import (
     TEXT_EXTENSION,
@@ -199,7 +199,7 @@ def check_shards(
         UserError: no such folder, no shards in it, or `hashes` without a manifest that has them.
     """
     path = Path(folder).expanduser()
-    manifest = read_manifest(path) or {}
+    manifest = read_manifest(path)
     sizes = read_sizes(path)
     expected_hashes = {name: entry["sha256"] for name, entry in manifest.get("shards", {}).items()}
     if hashes and not expected_hashes:

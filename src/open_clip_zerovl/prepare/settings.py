@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from open_clip_zerovl.core.flags import flag, positive, redeclared, seed, share
 
 if TYPE_CHECKING:
-    from open_clip_zerovl.prepare.pack.columns import Wanted
     from open_clip_zerovl.prepare.pack.encode import Encoding
 
 FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
@@ -110,13 +109,6 @@ class Columns:
     separator: str | None = flag(
         None, "character between columns (default: found in the first line)", metavar="CHAR"
     )
-
-    @property
-    def names(self) -> Wanted:
-        """The names of columns."""
-        from open_clip_zerovl.prepare.pack.columns import Wanted
-
-        return Wanted(self.picture, self.captions, self.source)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.prepare.pack import download
 from open_clip_zerovl.prepare.pack.download import Downloader
 from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, encode_picture
-from open_clip_zerovl.prepare.pack.gather import Spool
+from open_clip_zerovl.prepare.pack.spool import Spool
 from open_clip_zerovl.prepare.settings import Limits, Work
 from support.hostile_server import hostile_server, photo
 

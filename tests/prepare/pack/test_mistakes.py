@@ -19,7 +19,7 @@ from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.pack import packing
-from open_clip_zerovl.prepare.pack.report import ENCODERS, lines
+from open_clip_zerovl.prepare.pack.report import IMAGE, TEXT, lines
 from open_clip_zerovl.prepare.settings import Columns, Work
 from open_clip_zerovl.shards.texts import UNMARKED
 from support.pairs import (
@@ -518,6 +518,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     cached = tmp_path / "hub/models--sentence-transformers--all-mpnet-base-v2/snapshots/1"
     cached.mkdir(parents=True)
+    (cached / "modules.json").write_text("[]")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     fetched = (
         "(fetched from the hub: ViT-B-32/laion2b_s34b_b79k, timm:vit_base_patch14_dinov2.lvd142m; a model on this disk takes "
@@ -534,7 +535,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     finetune = (
         "zerovl finetune --from ViT-B-32/laion2b_s34b_b79k --data 'my out' --out 'my out-tuned'"
     )
-    align = f"zerovl align {ENCODERS} --data 'my out' --out 'my out-aligned'"
+    align = f"zerovl align --image {IMAGE} --text {TEXT} --data 'my out' --out 'my out-aligned'"
     assert printed[-5:] == [
         "next (with fewer than 10,000 pictures fine-tune or evaluate; a training from nothing needs more):",
         fetched,
@@ -558,6 +559,19 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
         "zerovl train --model ViT-B-32 --train-data 'my-out=my out/train' --retrieval-data 'my-out=my out' "
         "--warmup-share 0.025 --batch-size 1",
     ]
+    for repository, mark in (
+        ("timm--small.in1k", "config.json"),
+        ("me--clip", "open_clip_config.json"),
+    ):
+        snapshot = tmp_path / f"hub/models--{repository}/snapshots/0"
+        snapshot.mkdir(parents=True)
+        (snapshot / mark).write_text("{}")
+    assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
+    assert capsys.readouterr().out.splitlines()[-4:-1] == [
+        "next, a released model fine-tuned, or one from nothing:",
+        finetune.replace("ViT-B-32/laion2b_s34b_b79k", "hf-hub:me/clip"),
+        align.replace(IMAGE, "timm:small.in1k"),
+    ]  # what lies on this disk, and nothing to fetch
     assert (
         main(["data", "pack", "my pets", "--out", "my out", "--caption-column", "captoin", "texts"])
         == 2

@@ -12,9 +12,9 @@ import pytest
 
 from open_clip_zerovl.core import identity as claim_module
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.prepare.pack import collect, packing, write
-from open_clip_zerovl.prepare.pack.gather import Gathering
-from open_clip_zerovl.prepare.pack.manifest import sole_writer
+from open_clip_zerovl.prepare.pack.collect import Collecting
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards import writing
@@ -55,11 +55,12 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("module", "name", "call"),
     [
-        (Gathering, "_finish", 1),
-        (Gathering, "_take", 20),
-        (write.manifest, "write_recorded_shard", 0),
-        (write.manifest, "write_recorded_shard", 3),
-        (write.manifest, "write_record", 2),
+        (Collecting, "_finish", 1),
+        (Collecting, "_take", 20),
+        (write, "write_shard", 0),
+        (write, "write_shard", 3),
+        (write, "sha256_of", 2),
+        (write, "_write_manifest", 1),
         (writing, "write_atomically", 0),
         (packing.reports, "write_refused", 0),
         (packing, "write_atomically", 0),
@@ -106,7 +107,7 @@ def test_pictures_that_came_before_a_kill_are_not_fetched_again(packed, tmp_path
         ]
         (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
         with monkeypatch.context() as patch:
-            kill_in(patch, Gathering, "_take", 20)
+            kill_in(patch, Collecting, "_take", 20)
             with pytest.raises(Killed):
                 packed(tmp_path / "list.csv", work=WORK)
         asked = server.requests.total()
@@ -131,7 +132,7 @@ def test_a_retry_that_is_killed_is_mended_by_any_call(packed, tmp_path, monkeypa
         first = packed(given, work=once, **settings)
         assert first["pictures"] == 18 and first["refused"]["http 503"]["rows"] == 6
         with monkeypatch.context() as patch:
-            kill_in(patch, write.manifest, "write_recorded_shard", 2)
+            kill_in(patch, write, "write_shard", 2)
             with pytest.raises(Killed):
                 packed(given, work=replace(once, retry_failed=True), **settings)
         assert packed(given, work=once, **settings)["pictures"] == 24
@@ -166,6 +167,6 @@ def test_one_process_writes_a_folder(packed, tmp_path, monkeypatch):
         kill_in(patch, packing.reports, "summarize", 0)
         with pytest.raises(Killed):
             packed(given)
-    held = sole_writer(tmp_path / "out", tmp_path / "out/.pack")
+    held = locked(tmp_path / "out/.pack", name=packing._LOCK)
     with held, pytest.raises(UserError, match=r"Another process is writing .*out: wait for it\."):
         packed(given)

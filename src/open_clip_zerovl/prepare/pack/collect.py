@@ -2,14 +2,21 @@
 
 Pictures are numbered as they come, and each 2,000 share a spool (`.pack/00012.spool`), which is kept until the shards are
 written: a call that continues after a kill takes them from there. A spool holds a picture's bytes if they are not those of a
-local file that can be read again.
+local file that can be read again. Threads fetch and encode, the calling thread reads rows and writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import queue
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of
@@ -17,8 +24,8 @@ from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.pack.columns import is_utf8, texts_of
 from open_clip_zerovl.prepare.pack.download import Downloader
 from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, Picture, encode_picture
-from open_clip_zerovl.prepare.pack.gather import Gathering, Spool
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, Reader, Row, SourceNames
+from open_clip_zerovl.prepare.pack.spool import Spool
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.prepare.settings import Limits, Work
 
@@ -31,7 +38,7 @@ class Collecting:
     Args:
         readers: the inputs.
         names: how rows get the names of their sources.
-        store: empty.
+        store: an empty one.
         folder: the folder of the spools.
         encoding: how pictures are stored.
         limits: the limits of downloads.
@@ -56,15 +63,24 @@ class Collecting:
         self.encoding = encoding
         self.work = work
         self.downloader = Downloader(limits)
-        totals = [reader.total for reader in readers]
-        self.gathering = Gathering(
-            self._fetch,
-            self._finish,
-            work,
-            title="reading pictures",
-            total_rows=None if None in totals else sum(total or 0 for total in totals),
+        self.pool = ThreadPoolExecutor(work.threads, thread_name_prefix="picture")
+        self.results: queue.SimpleQueue[tuple[Spool, int, Picture | BaseException]] = (
+            queue.SimpleQueue()
         )
-        self._batch: Spool | None = None
+        self.in_flight = 0
+        self.spools: dict[int, Spool] = {}  # that are open
+        self.last: Spool | None = None
+        self.failures: Counter[str] = Counter()
+        self.pairs = 0
+        totals = [reader.total for reader in readers]
+        self.bar = tqdm(
+            desc="reading pictures",
+            total=None if None in totals else sum(total or 0 for total in totals),
+            unit=" pairs",
+            disable=not work.progress,
+            mininterval=1.0,
+        )
+        self.shown = 0.0
 
     def run(self) -> None:
         """Read all rows, get all pictures."""
@@ -72,11 +88,15 @@ class Collecting:
             for number, reader in enumerate(self.readers):
                 for row in reader.rows():
                     self._add(number, row)
-            if self._batch is not None:
-                self.gathering.end(self._batch)
-            self.gathering.drain()
+            self._end()
+            while self.in_flight:
+                self._take()
         finally:
-            self.gathering.close()
+            self.pool.shutdown(wait=True, cancel_futures=True)
+            for spool in self.spools.values():
+                spool.close()
+            self._show(last=True)
+            self.bar.close()
 
     def _add(self, input: int, row: Row) -> None:
         captions, problem = ([], row.refused) if row.refused else texts_of(row.captions)
@@ -90,20 +110,98 @@ class Collecting:
         if new and number is not None:
             self._submit(number, input, row)
         else:
-            self.gathering.show(rows=1, failures={reason: 1} if reason else None)
+            self._count(rows=1, failures={reason: 1} if reason else None)
         self.store.add_row(input, row, source, number, captions, reason)
 
     def _submit(self, number: int, input: int, row: Row) -> None:
+        """Fetch a picture unless its spool has it; wait while enough are under way."""
         index, place = divmod(number, PICTURES_A_SPOOL)
-        if self._batch is None or self._batch.number != index:
-            if self._batch is not None:
-                self.gathering.end(self._batch)
-            self._batch = Spool(spool_path(self.folder, index), index)
-            self.gathering.begin(self._batch)
-        self.gathering.submit(self._batch, place, (input, row))
+        if self.last is None or self.last.number != index:
+            self._end()
+            self.last = self._begin(index)
+        spool = self.last
+        if place in spool.outcomes:
+            return
+        # Enough rows to keep the threads busy, and few enough that pictures do not pile up while they are written.
+        while self.in_flight >= 4 * self.work.threads:
+            self._take()
+        self.in_flight += 1
+        spool.open_rows += 1
+        self.pool.submit(self._fetch, spool, place, input, row)
 
-    def _fetch(self, wanted: tuple[int, Row]) -> Picture:
-        input, row = wanted
+    def _begin(self, index: int) -> Spool:
+        """Open a spool, and count the rows that it holds from an earlier call."""
+        spool = self.spools[index] = Spool(spool_path(self.folder, index), index)
+        if self.work.retry_failed:
+            spool.forget_transient()
+        outcomes = spool.outcomes.values()
+        lost = Counter(outcome.reason for outcome in outcomes if outcome.reason)
+        self._count(pairs=len(outcomes) - lost.total(), failures=lost, rows=len(outcomes))
+        return spool
+
+    def _end(self) -> None:
+        """Note that no more rows come to the last spool."""
+        if self.last is not None:
+            self.last.submitted = True
+            if self.last.open_rows == 0:
+                self._finish(self.last)
+
+    def _take(self) -> None:
+        """Wait for one result and put it into its spool, which is finished with its last row."""
+        spool, number, result = self.results.get()
+        self.in_flight -= 1
+        spool.open_rows -= 1
+        if isinstance(result, Failure):
+            spool.fail(number, result.reason, transient=result.transient)
+            self._count(failures={result.reason: 1}, rows=1)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            spool.add(number, *result)
+            self._count(pairs=1, rows=1)
+        if spool.submitted and spool.open_rows == 0:
+            self._finish(spool)
+
+    def _finish(self, spool: Spool) -> None:
+        self.store.add_outcomes(spool.number * PICTURES_A_SPOOL, spool.outcomes)
+        spool.close()
+        del self.spools[spool.number]
+
+    def _count(
+        self, *, rows: int, pairs: int = 0, failures: Mapping[str, int] | None = None
+    ) -> None:
+        """Count rows in the progress bar."""
+        self.pairs += pairs
+        self.failures.update(failures or {})
+        self.bar.update(rows)
+        if time.monotonic() - self.shown > 1:
+            self.shown = time.monotonic()
+            self._show(last=False)
+
+    def _show(self, *, last: bool) -> None:
+        if not self.bar.disable:
+            lost = ", ".join(f"{why} {count}" for why, count in self.failures.most_common(4))
+            words = f"{self.pairs:,} read" + (f"; {lost}" if lost else "")
+            self.bar.set_postfix_str(words, refresh=last)
+
+    def _fetch(self, spool: Spool, number: int, input: int, row: Row) -> None:
+        """Put the picture of a row into the queue, or an error, which the calling thread raises unless it is a Failure."""
+        try:
+            self.results.put((spool, number, self._picture(input, row)))
+        except BaseException as error:
+            self.results.put((spool, number, error))
+
+    def _picture(self, input: int, row: Row) -> Picture:
+        for attempt in itertools.count(1):
+            try:
+                return self._encoded(input, row)
+            except Failure as failure:
+                if not failure.transient or attempt >= self.work.attempts:
+                    raise
+            time.sleep(self.work.backoff_seconds * 2 ** (attempt - 1))
+        raise AssertionError("unreachable")
+
+    def _encoded(self, input: int, row: Row) -> Picture:
         local = row.content is None and not is_address(row.place)
         if row.content is not None:
             content = row.content
@@ -125,10 +223,6 @@ class Collecting:
             if failure.reason == "picture missing" and not is_utf8(place):
                 raise Failure("path not UTF-8") from failure
             raise
-
-    def _finish(self, batch: Spool) -> None:
-        self.store.add_outcomes(batch.number * PICTURES_A_SPOOL, batch.outcomes)
-        batch.close()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from open_clip_zerovl.prepare.pack import parquet
 from open_clip_zerovl.prepare.pack.classes import ClassTemplates
 from open_clip_zerovl.prepare.pack.columns import (
     Chosen,
-    Wanted,
     choose,
     guess_captions,
     guess_separator,
@@ -136,7 +135,7 @@ class TableReader(ColumnReader):
             ) from error
         self.has_header = not any(_names_a_picture(name) for name in self.names)
         self.chosen = (
-            choose(str(path), self.names, wanted.names) if self.has_header else self._headerless()
+            choose(str(path), self.names, wanted) if self.has_header else self._headerless()
         )
         header_words = "" if self.has_header else "; no header line"
         self.columns = f"{self.chosen.words}, separator {self.separator!r}{header_words}"
@@ -206,7 +205,7 @@ class TableReader(ColumnReader):
                 f"{self.path} has no header line (its first line is {shown}): number its columns, as --picture-column 1 "
                 "--caption-column 2, or write their names above"
             )
-        return choose(str(self.path), self.names, wanted.names)
+        return choose(str(self.path), self.names, wanted)
 
 
 class JsonReader(ColumnReader):
@@ -225,7 +224,7 @@ class JsonReader(ColumnReader):
                 f"{path} holds no JSON objects, neither one a line nor in a list (it begins with {first[:40]!r}): write one "
                 'object a line, as {"image": "1.jpg", "caption": "a dog"}'
             )
-        self.chosen = choose(str(path), names, wanted.names)
+        self.chosen = choose(str(path), names, wanted)
         self.columns = self.chosen.words
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
@@ -268,7 +267,7 @@ class CocoReader(ColumnReader):
         self.chosen = choose(
             str(path),
             _names([*islice(self.images.values(), _LOOKED_AT), dict.fromkeys(names)]),
-            Wanted("file_name", wanted.captions, wanted.source),
+            replace(wanted, picture="file_name"),
         )
         self.columns = f"annotations as MS-COCO's, caption {listed(self.chosen.captions)}"
 
@@ -400,9 +399,9 @@ class ArrowReader(ColumnReader):
     def _choose(self, file: Path, schema: Any) -> Chosen:
         """The columns; unless they are named, a column of pictures' bytes takes precedence over guesses from names."""
         types, held = parquet.pyarrow().types, parquet.picture_columns(schema)
-        wanted, classes = self.wanted.names, parquet.class_columns(schema)
+        wanted, classes = self.wanted, parquet.class_columns(schema)
         if wanted.captions is None and classes and not guess_captions(schema.names):
-            wanted = wanted._replace(captions=(next(iter(classes)),))
+            wanted = replace(wanted, captions=(next(iter(classes)),))
         chosen = choose(str(file), schema.names, wanted, pictures=held)
         labels = [classes[name] for name in chosen.captions if name in classes]
         if labels and len(chosen.captions) == 1:

@@ -9,10 +9,11 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from open_clip_zerovl.core.errors import UserError, nearest
 from open_clip_zerovl.data.splits import split_column
+from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.texts import EMPTY, BadCaption, caption_of
 
 CAPTION_NAMES = (
@@ -106,14 +107,6 @@ def guess_separator(header: str) -> str:
     return there[0] if there else ","
 
 
-class Wanted(NamedTuple):
-    """Columns that the command line names; None for those that are guessed."""
-
-    picture: str | None = None
-    captions: Sequence[str] | None = None
-    source: str | None = None
-
-
 @dataclass(frozen=True)
 class Chosen:
     """The names of the columns that are read, and a description of them."""
@@ -134,7 +127,7 @@ class Chosen:
 def choose(
     where: str,
     names: Sequence[str],
-    wanted: Wanted,
+    wanted: Columns,
     *,
     pictures: Sequence[str] = (),
 ) -> Chosen:

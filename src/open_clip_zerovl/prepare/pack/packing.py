@@ -19,10 +19,9 @@ from threading import Timer
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable, write_atomically
+from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.identity import CONTENT, claim, digest_of, file_digests
 from open_clip_zerovl.data.splits import SPLITS
-from open_clip_zerovl.prepare.pack import manifest
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
 from open_clip_zerovl.prepare.pack.inputs import fetched, named_input, open_input
@@ -30,13 +29,14 @@ from open_clip_zerovl.prepare.pack.page import write_report_page
 from open_clip_zerovl.prepare.pack.rows import Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.pack.split import exclude, hold_out, split_by_folders
 from open_clip_zerovl.prepare.pack.store import PairDatabase
-from open_clip_zerovl.prepare.pack.write import SILENT_SECONDS, write_split
+from open_clip_zerovl.prepare.pack.write import MANIFEST_FILE, SILENT_SECONDS, write_split
 from open_clip_zerovl.prepare.settings import Limits, PackSettings, Work
 
 PACK_FILE = "pack.json"
 REPORT_FILE = "report.json"
 #: Folder of spools and the store; removed when all is done.
 SCRATCH = ".pack"
+_LOCK = ".writer"
 
 #: Raised by one when the same inputs and settings give other shards than before.
 FORMAT = 7
@@ -104,7 +104,8 @@ def pack(
         SourceNames(source_name(name or out.absolute().name), settings.columns.source, known)
         for name, _ in named
     ]
-    with manifest.sole_writer(out, scratch):
+    busy = f"Another process is writing {out}: wait for it."
+    with locked(scratch, name=_LOCK, busy=busy):
         for scratch_file in out.rglob(".*.part"):  # which a process that was killed has left
             scratch_file.unlink(missing_ok=True)
         try:
@@ -244,7 +245,7 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
             path.is_file() and not path.name.startswith(".") for path in (out / SCRATCH).rglob("*")
         )
         useful = same_pictures or not read
-        return not complete and useful and not any(out.rglob(manifest.MANIFEST_FILE))
+        return not complete and useful and not any(out.rglob(MANIFEST_FILE))
 
     return claim(out / PACK_FILE, state, restart=restart) is not None and complete
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import functools
 import gzip
-import importlib.util
 import io
 import shlex
 from collections.abc import Iterable, Sequence
@@ -27,16 +25,16 @@ from open_clip_zerovl.shards.texts import UNMARKED, WORDS_FOR_NOTHING
 _EXAMPLES = 5
 _SHOWN_EXAMPLES = 3
 RELEASED = "ViT-B-32/laion2b_s34b_b79k"
-ENCODERS = (
-    "--image timm:vit_base_patch14_dinov2.lvd142m --text hf:sentence-transformers/all-mpnet-base-v2"
-)
+IMAGE = "timm:vit_base_patch14_dinov2.lvd142m"
+TEXT = "hf:sentence-transformers/all-mpnet-base-v2"
 _REPOSITORIES = {  # the models of the proposed commands -> their repositories on the hub
     RELEASED: "laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
-    "timm:vit_base_patch14_dinov2.lvd142m": "timm/vit_base_patch14_dinov2.lvd142m",
-    "hf:sentence-transformers/all-mpnet-base-v2": "sentence-transformers/all-mpnet-base-v2",
+    IMAGE: "timm/vit_base_patch14_dinov2.lvd142m",
+    TEXT: "sentence-transformers/all-mpnet-base-v2",
 }
+_OPEN_CLIP = "open_clip_config.json"  # marks a repository of open_clip
 FEWEST = 10_000  # pictures for a training from nothing
-TOKENIZED = 2_000  # captions whose tokens are counted
+COUNTED = 2_000  # captions whose words are counted
 _AS_UTF8 = "probably Latin-1: convert the file to UTF-8 (iconv -f CP1252 -t UTF-8 OLD > NEW)"
 ADVICE = {  # reason of refused rows -> remedy
     "caption not UTF-8": _AS_UTF8,
@@ -45,9 +43,6 @@ ADVICE = {  # reason of refused rows -> remedy
     BYTES_BEHIND: "unpack all of it with tar --ignore-zeros, and pack the folder",
     UNMARKED: "convert the file to UTF-8 (iconv -f UTF-16LE, or UTF-16BE, -t UTF-8 OLD > NEW)",
 }
-CONTEXT = 77  # tokens that open_clip's models read, begin and end included
-_MERGES = 48_894  # of CLIP's vocabulary of 49,408
-_WORDS = r"(?i)'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
 
 
 def summarize(
@@ -89,7 +84,7 @@ def summarize(
                 "SELECT dropped, COUNT(*) FROM samples WHERE dropped IS NOT NULL GROUP BY dropped"
             ).fetchall()
         ),
-        "tokens": _tokens(store),
+        "words": _words(store),
         "captions_per_picture": _most_captions(store),
         "words_for_nothing": _words_for_nothing(store),
         "repeated_rows": _repeated_rows(store),
@@ -286,9 +281,10 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
         shlex.quote(f"{out if out.name else out.absolute()}-{end}") for end in ("tuned", "aligned")
     )
     packed = shlex.quote(str(out))
+    released, image, text = models_at_hand()
     proposals = [
-        f"zerovl finetune --from {RELEASED} --data {packed} --out {tuned}",
-        f"zerovl align {ENCODERS} --data {packed} --out {aligned}",
+        f"zerovl finetune --from {released} --data {packed} --out {tuned}",
+        f"zerovl align --image {image} --text {text} --data {packed} --out {aligned}",
     ]
     if few_to_hold_out(report):
         proposals = []
@@ -296,7 +292,7 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
         command = "zero-shot" if report["classes"] else "retrieval"
         return [
             *proposals,
-            *([f"zerovl {command} {RELEASED} --data {shlex.quote(sets)}"] if sets else []),
+            *([f"zerovl {command} {released} --data {shlex.quote(sets)}"] if sets else []),
         ]
     flags = ["--train-data", shlex.quote(train)]
     if len(folders["train"]) > 1:
@@ -325,20 +321,50 @@ def next_line(report: dict[str, Any]) -> str:
 def next_lines(report: dict[str, Any], out: Path) -> list[str]:
     """List the commands to type next under their heading, and which models of theirs would be fetched."""
     proposals = commands(report, out)
+    cached = _cached_models()
     missing = [
         name
         for name, repository in _REPOSITORIES.items()
-        if any(name in command for command in proposals) and not _in_cache(repository)
+        if any(name in command for command in proposals) and repository not in cached
     ]
     note = f"(fetched from the hub: {', '.join(missing)}; a model on this disk takes its place)"
     return [next_line(report), *([note] if missing else []), *proposals]
 
 
-def _in_cache(repository: str) -> bool:
+def _cached_models() -> dict[str, set[str]]:
+    """Return the files of each repository in the hub's cache on this disk, the smallest repository first."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    folder = Path(HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "snapshots")
-    return folder.is_dir() and any(folder.iterdir())
+    files: dict[str, list[Path]] = {}
+    for file in Path(HF_HUB_CACHE).glob("models--*/snapshots/*/**/*"):
+        repository = file.relative_to(HF_HUB_CACHE).parts[0].removeprefix("models--")
+        if file.is_file():  # a link whose target is there
+            files.setdefault(repository.replace("--", "/"), []).append(file)
+    bytes_of = {name: sum(file.stat().st_size for file in some) for name, some in files.items()}
+    ordered = sorted(files, key=bytes_of.__getitem__)
+    return {name: {file.name for file in files[name]} for name in ordered}
+
+
+def models_at_hand() -> tuple[str, str, str]:
+    """Choose a model to fine-tune and an image and a text encoder to align: the usual ones, or else what lies on this disk."""
+    cached = _cached_models()
+    marks = (
+        (RELEASED, "hf-hub:{}", _OPEN_CLIP, ""),
+        (IMAGE, "{}", "config.json", "timm/"),
+        (TEXT, "hf:{}", "modules.json", ""),
+    )
+    chosen = []
+    for usual, form, mark, owner in marks:
+        here = [
+            name
+            for name, files in cached.items()
+            if mark in files
+            and name.startswith(owner)
+            and (usual == RELEASED or _OPEN_CLIP not in files)
+        ]
+        here = [] if _REPOSITORIES[usual] in cached else here
+        chosen.append(form.format(here[0].replace("timm/", "timm:")) if here else usual)
+    return chosen[0], chosen[1], chosen[2]
 
 
 def few_to_hold_out(report: dict[str, Any]) -> bool:
@@ -365,48 +391,13 @@ def _spread(values: np.ndarray) -> dict[str, Any]:
     return dict(zip(("min", "median", "p95", "max"), shown, strict=True))
 
 
-@functools.cache
-def _tokenizer() -> Any:
-    """CLIP's byte pair encoding, from the file that open_clip brings, without importing open_clip and torch with it."""
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
-
-    package = importlib.util.find_spec("open_clip")
-    assert package is not None and package.submodule_search_locations
-    with gzip.open(
-        Path(package.submodule_search_locations[0], "bpe_simple_vocab_16e6.txt.gz"),
-        "rt",
-        encoding="utf-8",
-    ) as file:
-        merges = [
-            (first, second)
-            for first, second in (line.split() for line in list(file)[1 : _MERGES + 1])
-        ]
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    words = dict.fromkeys(
-        [*letters, *(f"{letter}</w>" for letter in letters), *("".join(merge) for merge in merges)]
-    )
-    vocabulary = {word: number for number, word in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
-    quotes = [
-        normalizers.Replace(Regex(quote_marks), plain)
-        for quote_marks, plain in (("[\u2018\u2019]", "'"), ("[\u201c\u201d]", '"'))
-    ]
-    tokenizer.normalizer = normalizers.Sequence([*quotes, normalizers.Lowercase()])
-    split = pre_tokenizers.Split(Regex(_WORDS), "removed", invert=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    return tokenizer
-
-
-def _tokens(store: PairDatabase) -> dict[str, Any]:
-    """Tokens of CLIP in captions of the first samples in the order, begin and end included."""
+def _words(store: PairDatabase) -> dict[str, Any]:
+    """Count the words of captions of the first samples in the order."""
     cursor = store.db.execute(
-        "SELECT text FROM written ORDER BY position, row, place LIMIT ?", (TOKENIZED,)
+        "SELECT text FROM written ORDER BY position, row, place LIMIT ?", (COUNTED,)
     )
-    texts = [text for (text,) in cursor]
-    counts = np.array([len(encoding.ids) + 2 for encoding in _tokenizer().encode_batch(texts)])
-    return {"captions": len(counts), **_spread(counts), "cut": int((counts > CONTEXT).sum())}
+    counts = np.array([len(text.split()) for (text,) in cursor])
+    return {"captions": len(counts), **_spread(counts)}
 
 
 def _most_captions(store: PairDatabase) -> int:

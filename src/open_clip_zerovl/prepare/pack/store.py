@@ -22,8 +22,8 @@ from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.class_words import class_order
 from open_clip_zerovl.data.held_out import position
 from open_clip_zerovl.data.splits import split_of_word
-from open_clip_zerovl.prepare.pack.gather import RowOutcome
 from open_clip_zerovl.prepare.pack.rows import Row
+from open_clip_zerovl.prepare.pack.spool import RowOutcome
 
 _TABLES = """
 CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT, label TEXT,

@@ -1,18 +1,18 @@
 """The store's samples to shards: a source's training pairs, and its held-out set in CLIP_benchmark's layout.
 
-OUT/train/00000.tar, sizes.json ...                  one source
+OUT/train/00000.tar, sizes.json, manifest.json ...   one source
 OUT/dataset_type.txt, test/0.tar, test/nshards.txt
 OUT/NAME/train, OUT/NAME/test ...                    several
 
 A sample is `key.jpg` (png, webp), `key.txt` with its captions, one a line, and `key.json` with the name of its file. A picture
 of a class has `key.cls`, too, the number of a line of `classnames.txt`: each split is a labelled set as CLIP_benchmark lays
-them out, with its templates in `zeroshot_classification_templates.txt`.
+them out, with its templates in `zeroshot_classification_templates.txt`. A shard is whole or not there; a split's manifest names
+the samples it is made of, so that a later call writes the shards that are missing, and at the end each shard's hash.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, starmap
 from pathlib import Path
@@ -20,14 +20,22 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.core.identity import digest_of_all
+from open_clip_zerovl.core.identity import digest_of_all, read_claim, sha256_of
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
-from open_clip_zerovl.prepare.pack import manifest
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.shards.tar import TEXT_EXTENSION, Sample
-from open_clip_zerovl.shards.writing import SHARD_COUNT, SIZES_FILE, mark_retrieval_set
+from open_clip_zerovl.shards.writing import (
+    SHARD_COUNT,
+    SIZES_FILE,
+    mark_retrieval_set,
+    write_shard,
+)
 
+MANIFEST_FILE = "manifest.json"
+#: Raised by one when the same samples and settings give other shards than before.
+_FORMAT = 2
 SILENT_SECONDS = 2.0  # longer work shows a bar or a line
 
 
@@ -61,14 +69,12 @@ def write_split(
         progress: show a bar.
     """
     here = folder / split
-    made_from = {**made_from, "samples": _digest(store, source, split)}
-    known = manifest.read_manifest(here)
-    if known is not None and known.get("made_from") != made_from:
-        _forget(here, known)  # with --retry-failed there are more samples than before
     count = store.count(source, split)
     shards = -(-count // shard_size)
     bounds = [number * count // shards for number in range(shards + 1)]
-    manifest.begin(here, dataset=source, split=split, made_from=made_from, settings=settings)
+    claim = {"format": _FORMAT, "dataset": source, "split": split, "settings": settings}
+    claim["made_from"] = {**made_from, "samples": _digest(store, source, split)}
+    _begin(here, json.loads(json.dumps(claim)))
     pairs = store.pairs(source, split)
 
     def sample_of(stored: Stored, captions: list[str], label: str | None) -> Sample:
@@ -91,35 +97,63 @@ def write_split(
         disable=not progress,
         delay=SILENT_SECONDS,
     )
+    written: dict[str, dict[str, Any]] = {}
+    captions = 0
     for number in range(shards):
-        name = f"{number}.tar" if split != "train" else f"{number:05d}.tar"
+        file = here / (f"{number}.tar" if split != "train" else f"{number:05d}.tar")
         chunk = list(islice(pairs, bounds[number + 1] - bounds[number]))
-        known_record = manifest.read_record(here, name)
-        if known_record is not None and known_record.pairs == len(chunk):
+        if file.is_file():  # whole, and of these samples
             bar.update(len(chunk))
-            continue
-        record = manifest.ShardRecord(
-            name,
-            bounds[number],
-            len(chunk),
-            sum(len(captions) for _, captions, _ in chunk),
-        )
-        manifest.write_recorded_shard(here, record, starmap(sample_of, chunk))
+        else:
+            write_shard(file, starmap(sample_of, chunk))
+        captions += sum(len(texts) for _, texts, _ in chunk)
+        size = file.stat().st_size
+        written[file.name] = {"pairs": len(chunk), "bytes": size, "sha256": sha256_of(file)}
     bar.close()
-    content = manifest.rebuild(here, shard_count=shards)
+    sizes = {name: entry["pairs"] for name, entry in written.items()}
+    counts = {"pictures": count, "captions": captions, "shards": shards}
+    counts["bytes"] = sum(entry["bytes"] for entry in written.values())
+    write_atomically(here / SIZES_FILE, json.dumps(sizes, indent=1) + "\n")
+    _write_manifest(here, {**claim, **counts, "shards": written})
     if classes:
         write_atomically(folder / CLASS_NAMES, "".join(f"{name}\n" for name in classes))
         lines = "".join(f"{template.replace('{}', '{c}')}\n" for template in templates)
         write_atomically(folder / TEMPLATES, lines)
     if split != "train":
         mark_retrieval_set(folder, split, shards)
-    counts = {
-        "pictures": content["pairs"],
-        "captions": content["captions"],
-        "shards": shards,
-        "bytes": content["size_bytes"],
-    }
     return {"source": source, "split": split, "folder": str(here), **counts}
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """Read the manifest of a folder, {} if there is none.
+
+    Raises:
+        UserError: a file of another form.
+    """
+    file = Path(folder) / MANIFEST_FILE
+    manifest = read_claim(file) or {}
+    shards = manifest.get("shards", {})
+    if not isinstance(shards, dict) or not all(
+        isinstance(entry, dict) and "sha256" in entry for entry in shards.values()
+    ):
+        raise UserError(
+            f"{file} was not written by this program: remove it and call the command again."
+        )
+    return manifest
+
+
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+
+
+def _begin(folder: Path, claim: dict[str, Any]) -> None:
+    """Claim the folder of a split; shards of other samples, as before `--retry-failed`, are removed, the manifest last."""
+    known = read_manifest(folder)
+    if {name: known.get(name) for name in claim} != claim:
+        for file in (*folder.glob("*.tar"), folder / SHARD_COUNT, folder / SIZES_FILE):
+            file.unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_manifest(folder, claim)
 
 
 def _digest(store: PairDatabase, source: str, split: str) -> str:
@@ -128,12 +162,3 @@ def _digest(store: PairDatabase, source: str, split: str) -> str:
     return digest_of_all(
         [stored.key, captions, stored.name, label] for stored, captions, label in pairs
     )
-
-
-def _forget(folder: Path, known: Mapping[str, Any]) -> None:
-    """Remove the files of a split that this program wrote, the manifest last."""
-    recorded = {f"{file.stem}.tar" for file in (folder / manifest.RECORDS).glob("*.json")}
-    for name in (SHARD_COUNT, SIZES_FILE, *sorted(recorded | set(known["shards"]))):
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / manifest.RECORDS, ignore_errors=True)
-    (folder / manifest.MANIFEST_FILE).unlink(missing_ok=True)
