@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.gallery import RetrievalExample, RetrievedPicture
+from open_clip_zerovl.evaluate.gallery import RetrievalExample
 from open_clip_zerovl.report import plot
 from open_clip_zerovl.report import run_page as charts
+from open_clip_zerovl.report.html import thumbnail
 from open_clip_zerovl.report.record import Record, read_record, write_examples
 from open_clip_zerovl.report.run_page import write_run_page
 
@@ -89,11 +90,11 @@ def test_an_evaluation_that_is_made_again_counts_once(tmp_path):
 
 def test_the_page(tmp_path):
     write_record(tmp_path / "run", name="a & <b>")
-    shown = RetrievedPicture(Image.new("RGB", (9, 9)), "coco", True)
+    shown = (thumbnail(Image.new("RGB", (9, 9))), True)
     write_examples(
         tmp_path / "run",
         2,
-        [RetrievalExample("a <i>cat</i>", "coco", PICTURE, {"": [shown]}, {"": 3})],
+        [RetrievalExample("a <i>cat</i>", "coco", PICTURE, [shown], 3)],
     )
     page = write_run_page(tmp_path / "run").read_text()
     assert page.count('src="data:image/png;base64,') == 3  # loss, retrieval, course

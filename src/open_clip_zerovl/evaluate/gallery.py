@@ -26,78 +26,23 @@ from open_clip_zerovl.evaluate.metrics import (
 from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.report.verdicts import bounds_remarks
 
-Features = tuple[Tensor, Tensor]  # image_features (I, D) and text_features (T, D), L2-normalised
-
-
-@dataclass(frozen=True)
-class RetrievedPicture:
-    """One picture of a ranking, with its source; `right` if the query is its caption, also where other pictures have it too."""
-
-    pixels: Any
-    source: str
-    right: bool
-
 
 @dataclass(frozen=True)
 class RetrievalExample:
-    """A caption as query: its own picture, and for each model the best pictures and the rank (from 1) of its own picture.
+    """A caption as query.
 
-    Pictures are arrays (H, W, 3) uint8 or PIL images.
+    Attributes:
+        query, source: the caption, and the set that it is of.
+        target: its own picture, as a data URI.
+        top: the best pictures, each with whether the query is its caption, also where other pictures have it too.
+        rank: the rank of its own picture, from 1.
     """
 
     query: str
     source: str
-    target: Any
-    top: Mapping[str, Sequence[RetrievedPicture]]
-    rank: Mapping[str, int]
-
-
-def retrieval_examples(
-    pictures: Sequence[Any] | Callable[[int], Any],
-    captions: Sequence[str],
-    sources: Sequence[str],
-    features: Mapping[str, Features],
-    queries: Sequence[int],
-    *,
-    text_to_image: Sequence[int] | None = None,
-    k: int = 5,
-) -> list[RetrievalExample]:
-    """Rank the pictures of a pool for some of its captions, by each model's features.
-
-    Args:
-        pictures: (I,), or a function from the index of an image to the picture.
-        captions: (T,) of the pool.
-        sources: (I,) of the images.
-        features: by model.
-        queries: indices of the captions to rank for.
-        text_to_image: (T,) image of each caption; None if captions and images are pairs.
-        k: pictures to keep.
-    """
-    picture = pictures if callable(pictures) else pictures.__getitem__
-    # As for the metrics, in float64 and rounded, so that equal features tie.
-    exact = {
-        model: (images.double(), texts.double()) for model, (images, texts) in features.items()
-    }
-    examples = []
-    for query in queries:
-        images = range(len(captions)) if text_to_image is None else text_to_image
-        target = int(images[query])
-        right = {
-            int(image)
-            for image, text in zip(images, captions, strict=True)
-            if text == captions[query]
-        }
-        top, rank = {}, {}
-        for model, (image_features, text_features) in exact.items():
-            scores = (image_features @ text_features[query]).float()  # (I,)
-            top[model] = [
-                RetrievedPicture(picture(i), sources[i], i in right) for i in _best_of(scores, k)
-            ]
-            rank[model] = 1 + int((scores > scores[target]).sum())
-        examples.append(
-            RetrievalExample(captions[query], sources[target], picture(target), top, rank)
-        )
-    return examples
+    target: str
+    top: Sequence[tuple[str, bool]]
+    rank: int
 
 
 def _best_of(scores: Tensor, k: int) -> list[int]:
@@ -168,17 +113,20 @@ class GallerySet:
         """Read the captions (T,)."""
         return [caption for image_captions in self.captions_of for caption in image_captions]
 
-    def examples(self, queries: Sequence[int] | None = None, k: int = 5) -> list[RetrievalExample]:
-        """Choose some captions with their best pictures, by default six spread evenly over the set."""
-        return retrieval_examples(
-            lambda image: thumbnail(self.read_image(image)),
-            self.captions,
-            [self.name] * len(self.captions_of),
-            {"": (self.image_features, self.text_features)},
-            spread(range(len(self.text_to_image)), 6) if queries is None else queries,
-            text_to_image=self.text_to_image.tolist(),
-            k=k,
-        )
+    def examples(self) -> list[RetrievalExample]:
+        """Choose some captions, spread evenly over the set, with their best pictures."""
+        return [self.example(query, BEST) for query in spread(range(len(self.text_to_image)), 6)]
+
+    def example(self, query: int, k: int) -> RetrievalExample:
+        """Rank the pictures for a caption, in float64 and rounded as for the metrics, so that equal features tie."""
+        words, target = self.captions[query], int(self.text_to_image[query])
+        scores = (self.image_features.double() @ self.text_features[query].double()).float()
+        top = [
+            (thumbnail(self.read_image(image)), words in self.captions_of[image])
+            for image in _best_of(scores, k)
+        ]
+        rank = 1 + int((scores > scores[target]).sum())
+        return RetrievalExample(words, self.name, thumbnail(self.read_image(target)), top, rank)
 
 
 def write_gallery(path: str | os.PathLike[str], sets: Sequence[GallerySet], *, model: str) -> Path:
@@ -244,12 +192,8 @@ def _part(shown: GallerySet, way: str, kind: str) -> dict[str, Any]:
 
 def _caption(shown: GallerySet, query: int) -> dict[str, Any]:
     """Describe a caption with its ten best pictures, (picture, whether the caption is its own), and its own picture."""
-    (example,) = shown.examples([query], MISSED_BEYOND)
-    return {
-        "words": example.query,
-        "picture": example.target,
-        "top": [(retrieved.pixels, retrieved.right) for retrieved in example.top[""]],
-    }
+    example = shown.example(query, MISSED_BEYOND)
+    return {"words": example.query, "picture": example.target, "top": example.top}
 
 
 def _picture(shown: GallerySet, query: int) -> dict[str, Any]:

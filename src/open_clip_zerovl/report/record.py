@@ -87,7 +87,7 @@ def write_examples(folder: str | os.PathLike[str], epoch: int, examples: Sequenc
     """Write the retrieval examples of an evaluation in place of earlier ones.
 
     Args:
-        examples: result of `evaluate.gallery.retrieval_examples`.
+        examples: result of `GallerySet.examples`.
     """
     content = {"epoch": epoch, "examples": [asdict(example) for example in examples]}
     write_atomically(Path(folder) / EXAMPLES, json.dumps(content, default=thumbnail))

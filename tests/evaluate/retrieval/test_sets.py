@@ -233,11 +233,8 @@ INFINITE = {
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "cannot be read .No such file"),
-        (
-            {"images": [{"id": 1}]},
-            r"entry 0 of .*set\.json does not have the form of Karpathy's images",
-        ),
+        (None, "set.json does not exist"),
+        ({"images": [{"id": 1}]}, "set.json has no list under 'annotations'"),
         (
             {"images": [INFINITE]},
             r"entry 0 of .*set\.json does not have the form of Karpathy's images \(OverflowError",
