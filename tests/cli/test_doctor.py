@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import namedtuple
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,19 +23,19 @@ def plant(folder, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def problem_of(topic, logs="logs"):
+def problem_of(topic):
     """The fault that a check finds."""
-    check = dict(doctor.checks(Path(logs)))[topic]
+    check = dict(doctor.checks())[topic]
     return check()[1]
 
 
-def test_on_this_machine_doctor_finds_no_unexpected_problem(capsys, tmp_path):
-    status = main(["doctor", "--logs", str(tmp_path / "not" / "yet")])
+def test_on_this_machine_doctor_finds_no_unexpected_problem(capsys):
+    status = main(["doctor"])
     out = capsys.readouterr().out
     problems = re.findall(r"^\d+> (.*?)  ", out, re.M)
     assert status == int(bool(problems))
-    assert {*problems} <= {"disk for --logs", "shared memory", "open files"}
-    for topic in ("python", "open_clip_torch", "torch", "webdataset", "cpu", "CPU cores"):
+    assert {*problems} <= {"shared memory", "open files"}
+    for topic in ("python", "open_clip_torch", "torch", "webdataset", "cpu"):
         assert re.search(rf"^(   |\d+> ){topic} ", out, re.M), topic
     assert "pytest" not in out and not torch.distributed.is_initialized()
 
@@ -115,13 +114,13 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     assert "differs from one graph's" in (problem_of("cpu") or "")
 
 
-def test_a_check_that_fails_does_not_end_the_other_checks(monkeypatch, tmp_path):
+def test_a_check_that_fails_does_not_end_the_other_checks(monkeypatch):
     monkeypatch.setattr(doctor, "dga_error", lambda device: 1 / 0)
     monkeypatch.setattr(doctor, "version", lambda requirement: 1 / 0)
-    findings = {topic: problem for topic, _, problem in doctor.examine(tmp_path)}
+    findings = {topic: problem for topic, _, problem in doctor.examine()}
     for topic in ("cpu", "torch"):
         assert "ZeroDivisionError" in (findings[topic] or "")
-    assert findings["CPU cores"] is None
+    assert findings["open files"] is None or "ulimit" in findings["open files"]
 
 
 @pytest.mark.parametrize("gone", ["packaging", "torch"])
@@ -132,7 +131,7 @@ def test_without_a_package_that_it_needs(monkeypatch, capsys, gone):
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert f"import of {gone}" in out and "install open_clip_zerovl again" in out
-    assert "CPU cores" in out
+    assert "open files" in out
 
 
 def test_a_driver_without_a_gpu_that_torch_sees(monkeypatch):
@@ -141,11 +140,10 @@ def test_a_driver_without_a_gpu_that_torch_sees(monkeypatch):
     assert "CUDA_VISIBLE_DEVICES" in (problem_of("cpu") or "")
 
 
-def test_small_limits_are_reported(monkeypatch, tmp_path):
+def test_small_limits_are_reported(monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 2**20))
-    assert "--shm-size" in (problem_of("shared memory", tmp_path) or "")
-    assert "choose another --logs" in (problem_of("disk for --logs", tmp_path) or "")
+    assert "--shm-size" in (problem_of("shared memory") or "")
 
 
 def test_the_page_numbers_what_is_wrong():

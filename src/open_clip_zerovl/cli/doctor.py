@@ -7,7 +7,6 @@ its finding and a remedy; the remaining checks still run.
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import resource
@@ -16,11 +15,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from open_clip_zerovl.core.errors import UserError, kind_and_message
-from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.core.releases import line_of, supported, version_here
 
@@ -28,32 +25,27 @@ PACKAGE = "open_clip_zerovl"
 GIB = 2**30
 LEAST_SHARED_MEMORY_GIB = 1.0  # loader processes pass their batches through it
 LEAST_OPEN_FILES = 1024  # a loader process has a few open for each shard, and PyTorch one for each tensor passed on
-LEAST_DISK_GIB = 10.0  # four checkpoints of the paper's model
 TOLERANCE = 5e-5  # relative error of a gradient in fp32 (invariant 1)
 
 Seen = tuple[str, "str | None"]  # what a check has seen, and the fault with its remedy
 Finding = tuple[str, str, "str | None"]  # the same after its topic
 
 
-def doctor(*, logs: Annotated[Path, "where runs would be kept", "DIR"] = Path("logs")) -> int:
+def doctor() -> int:
     """Write one page to paste into an issue: versions, a DGA step on every device, and limits that end runs.
 
     Exit status 1 where something is wrong.
     """
     print("zerovl doctor: checking packages, devices and limits ...", file=sys.stderr)
-    findings = examine(logs)
+    findings = examine()
     print(page(findings))
     return int(any(problem is not None for _, _, problem in findings))
 
 
-def examine(logs: Path) -> list[Finding]:
-    """Run all checks; a failing one does not stop the next.
-
-    Args:
-        logs: the runs' folder, whose free disk is checked.
-    """
+def examine() -> list[Finding]:
+    """Run all checks; a failing one does not stop the next."""
     findings: list[Finding] = []
-    for topic, check in checks(logs):
+    for topic, check in checks():
         try:
             findings.append((topic, *check()))
         except Exception as error:  # a doctor reports whatever a broken installation raises
@@ -76,25 +68,24 @@ def page(findings: Iterable[Finding]) -> str:
     return "\n".join([*lines, "", *(remedies or ["Nothing is wrong."])])
 
 
-def checks(logs: Path) -> Iterator[tuple[str, Callable[[], Seen]]]:
+def checks() -> Iterator[tuple[str, Callable[[], Seen]]]:
     """List topics with their checks: packages, devices, limits."""
     system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield "python", lambda: (system, None)
+    yield "python", lambda: (f"{system}, {usable_cores()} CPU cores", None)
     yield PACKAGE, lambda: (metadata.version(PACKAGE), None)
     try:
-        requirements = [each for each in metadata.requires(PACKAGE) or () if "extra ==" not in each]
+        requirements = metadata.requires(PACKAGE) or ()
     except metadata.PackageNotFoundError:  # which the check before has shown
-        requirements = []
+        requirements = ()
     for requirement in requirements:
         name = re.split(r"[^\w.-]", requirement)[0]
-        check = open_clip_version if name == "open_clip_torch" else partial(version, requirement)
-        yield name, check
+        if "extra ==" not in requirement:
+            of_range = partial(version, requirement)
+            yield name, open_clip_version if name == "open_clip_torch" else of_range
     for device in devices():
         yield device, partial(step_on, device)
-    yield "CPU cores", lambda: (str(usable_cores()), None)
     yield "shared memory", shared_memory
     yield "open files", open_files
-    yield "disk for --logs", partial(disk, logs)
 
 
 def version(requirement: str) -> Seen:
@@ -189,14 +180,3 @@ def open_files() -> Seen:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = f"`ulimit -n {min(most, 65_536) if most > 0 else 65_536}` before the run allows more"
     return f"{files:,}", advice if 0 < files < LEAST_OPEN_FILES else None
-
-
-def disk(logs: Path) -> Seen:
-    """Look at the disk of the runs."""
-    folder, free_bytes = free_space(logs)
-    problem = None
-    if free_bytes < LEAST_DISK_GIB * GIB:
-        problem = "a checkpoint of the paper's model takes 2.2 GiB; choose another --logs"
-    if not os.access(folder, os.W_OK):
-        problem = f"{folder} cannot be written; choose another --logs"
-    return f"{free_bytes / GIB:.1f} GiB free", problem
