@@ -107,7 +107,9 @@ def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(
     assert f"open_clip opens it as local-dir:{folder}" in text
     record = json.loads((tmp_path / "out" / "align.json").read_text())
     assert record["pairings"][0]["metrics"] == result.outcome.metrics
-    check_gallery((tmp_path / "out" / "align.html").read_text(), result.rsum, colours)
+    page = (tmp_path / "out" / "align.html").read_text()
+    assert f"zerovl search {os.path.relpath(folder)} PICTURES WORDS" in page
+    check_gallery(page, result.rsum, colours)
 
 
 def check_gallery(page, rsum, rgb):

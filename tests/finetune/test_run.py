@@ -304,7 +304,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
         assert {key: points[point][key] for key in by_hand} == pytest.approx(by_hand, abs=1e-9)
         assert f"{by_hand['rsum']:.1f} " in said.out
     assert points[1]["rsum"] > points[0]["rsum"]
-    assert by_hand["images"] == 10 and "No --kept set was given" in said.out
+    assert by_hand["images"] == 15 and "No --kept set was given" in said.out
 
     model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{out / 'model'}")
     assert model.encode_text(
@@ -312,6 +312,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     ).shape == (1, 128)
     for page in ("report.html", "gallery.html"):
         assert "held-out" in (out / page).read_text(encoding="utf-8")
+    assert f"zerovl retrieval {out / 'model'} --data" in (out / "report.html").read_text()
     assert len(list((out / "run" / "checkpoints").glob("epoch_*.pt"))) <= 2
 
     # The same call has nothing to do; another training is refused; a set to keep needs no new training.

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -214,11 +215,8 @@ class Alignment:
             train_data=as_shards(request.train_data, say=say),
             held_out=request.held_out and sets_as_shards(request.held_out, say=say),
         )
-        self.request, self.say, self.device = (
-            request,
-            say,
-            choose_device(request.device, local_rank=local_rank),
-        )
+        self.request, self.say = request, say
+        self.device = choose_device(request.device, local_rank=local_rank)
         self.sources = open_sources(request.train_data, request.held_out)
         self.classes = any(source.classes for source in self.sources.opened)
         if (
@@ -471,9 +469,11 @@ class Alignment:
             out / "model", *towers, heads, scales, metrics=metrics, params=params
         )
         write_trained_on(folder, best.task.picture_ids[best.task.pairs.images], self.seen)
+        command = None
         if best.image.kind == "vision":
             self.say(f"The model is in {folder}: {TRANSFORMERS_ALONE}")
         else:
+            command = f"zerovl search {shlex.quote(os.path.relpath(folder))} PICTURES WORDS"
             self.say(f"The model is in {folder}: open_clip opens it as local-dir:{folder};")
             self.say("zerovl retrieval, search, export and train --init-from take it")
             for note in loading_notes(folder):
@@ -503,6 +503,7 @@ class Alignment:
             "align.html",
             title="An alignment",
             facts=facts,
+            command=command,
             header=header,
             rows=rows,
             training=line_chart(

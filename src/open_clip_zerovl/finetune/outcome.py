@@ -96,7 +96,10 @@ def write_outcome(
         notes += recall_verdicts(shown)
     facts = [f"From {request.start.model} on {request.data}.", *notes]
     scores = {0: curve.points[0].mean_score(training.sets), **training.scores()}
-    write_report(out / "report.html", facts, settings, scores, epoch, curve, training.sets)
+    commands = next_commands(model, prepared.split.new, request.kept)
+    write_report(
+        out / "report.html", facts, commands, settings, scores, epoch, curve, training.sets
+    )
     table = before_after(curve, notes)
     content = {
         **request.of_training(),
@@ -107,7 +110,7 @@ def write_outcome(
         "zero_shot": accuracies,
         "curve": {"asked": request.of_curve(prepared.arguments), **curve.as_dict()},
         "model": str(model),
-        "table": f"{table}\n{next_command(model, prepared.split.new, request.kept)}",
+        "table": f"{table}\n\n{commands}",
     }
     write_atomically(out / RESULT, json.dumps(content, indent=2) + "\n")
 
@@ -197,11 +200,11 @@ def before_after(curve: Curve, notes: Sequence[str]) -> str:
     return "\n".join([*parts, *notes])
 
 
-def next_command(model: Path, new: str, kept_sets: str | None) -> str:
+def next_commands(model: Path, new: str, kept_sets: str | None) -> str:
     """Write the commands that load and score the chosen model."""
     data = shlex.quote("::".join(filter(None, (new, kept_sets))))
     lines = [
-        f"\nLoad it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",
+        f"Load it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",
         f"Score it: zerovl retrieval {shlex.quote(str(model))} --data {data}",
     ]
     return "\n".join([*lines, *loading_notes(model)])
@@ -210,6 +213,7 @@ def next_command(model: Path, new: str, kept_sets: str | None) -> str:
 def write_report(
     path: Path,
     facts: Sequence[str],
+    commands: str,
     settings: Sequence[Setting],
     scores: Mapping[int, float],
     best: int,
@@ -220,6 +224,7 @@ def write_report(
 
     Args:
         facts: sentences about model and data.
+        commands: what can be done with the model.
         scores: epoch -> score on the held-out pairs; epoch 0 is the model before.
         best: the best of the epochs.
         held_out: the sets of the pairs.
@@ -241,6 +246,7 @@ def write_report(
         "finetune.html",
         title="A fine-tuning",
         facts=facts,
+        commands=commands,
         settings=[
             (f"--{s.flag}", "not used" if s.value is None else s.value, s.reason) for s in settings
         ],
