@@ -205,9 +205,8 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
     words = Values(given)
     for refusal in REFUSALS:
         if refusal.when(given):
-            raise UserError(
-                f"{refusal.other.format_map(words)} does not work with {refusal.flag}: {refusal.advice}"
-            )
+            other, flag = (name.format_map(words) for name in (refusal.other, str(refusal.flag)))
+            raise UserError(f"{other} does not work with {flag}: {refusal.advice}")
     for later in LATER:
         for option in later.other.split() if later.when(given) else ():
             # None: this release has no such flag

@@ -177,12 +177,6 @@ def test_a_parameter_that_a_replacement_does_not_take_is_refused(monkeypatch):
         pass
 
 
-def test_main_4_imports_optim_and_does_not_use_it():
-    """The guard of names alone would let 3.3's table pass there, and its optimizer would do nothing."""
-    with pytest.raises(UserError, match="has optim and does not use it"):
-        hooks.check_host(main_with(openclip_v3, unused="optim"), "3.3.9")
-
-
 def test_what_is_replaced_is_put_back():
     line, before = hooks.check_host(), host.get_data
     with pytest.raises(ZeroDivisionError), hooks.replaced({"get_data": None}):
