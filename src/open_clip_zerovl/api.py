@@ -641,7 +641,7 @@ def _to_stderr(line: str) -> None:
 
 
 def _encoder(model: str, flags: EncoderFlags, *, one_of_several: bool = False) -> Encoder:
-    """The encoder of a model with a command's flags.
+    """Make the encoder of a model with a command's flags.
 
     Args:
         one_of_several: the flags are of the training checkpoints among the command's models; an exported folder beside them
@@ -658,7 +658,7 @@ def _encoder(model: str, flags: EncoderFlags, *, one_of_several: bool = False) -
 
 
 def _encoders(models: Sequence[str], flags: EncoderFlags) -> dict[str, Encoder]:
-    """The encoders of a command's models, by the names that these have: [NAME=]MODEL."""
+    """Make the encoders of a command's models, by the names that these have: [NAME=]MODEL."""
     return {
         name: _encoder(model, flags, one_of_several=True)
         for name, model in name_models(models).items()
@@ -675,7 +675,7 @@ def _registered(model: str | None) -> str | None:
 
 
 def name_models(models: Sequence[str]) -> dict[str, str]:
-    """Names of models, given as `NAME=MODEL` or taken from the path.
+    """Name models as `NAME=MODEL` says, or after the path.
 
         ["random=a.pt", "logs/run/checkpoints/epoch_9.pt"]  ->  {"random": "a.pt", "run": "logs/run/checkpoints/epoch_9.pt"}
 

@@ -23,7 +23,7 @@ PAGE_PX = 600  # height of a page within a notebook
 
 @dataclass(frozen=True)
 class Page:
-    """A page of a result: a self-contained HTML file. A notebook shows it; `path` opens in any browser."""
+    """A page of a result: a self-contained HTML file, which a notebook shows and any browser opens."""
 
     path: Path
 
@@ -44,15 +44,19 @@ class Result:
 
     @property
     def text(self) -> str:
-        """What the command prints at its end."""
+        """Return what the command prints at its end."""
         return ""
 
     def __fspath__(self) -> str:
-        """The path that other functions take: `finetune(data=packed)`, `evaluate(aligned, ...)`."""
+        """Return the path that other functions take: `finetune(data=packed)`, `evaluate(aligned, ...)`."""
         return str(self.folder)
 
     def page(self) -> Page:
-        """The report, for a notebook or a browser. UserError if none was written."""
+        """Open the report, for a notebook or a browser.
+
+        Raises:
+            UserError: none was written.
+        """
         path = self._page_file()
         if not path.is_file():
             raise UserError(f"{path} is not there; make the call again to have it written")
@@ -79,17 +83,17 @@ class Packed(Result):
 
     @property
     def text(self) -> str:
-        """The commands to type next."""
+        """Return the commands to type next."""
         return self.proposals
 
     @property
     def train_data(self) -> str:
-        """The sources as `train(train_data=...)` takes them."""
+        """Return the sources as `train(train_data=...)` takes them."""
         return self._specification.train_data
 
     @property
     def held_out(self) -> str:
-        """The held-out sets as `train(retrieval_data=...)` and `evaluate` take them; "" without any."""
+        """Return the held-out sets as `train(retrieval_data=...)` and `evaluate` take them, "" without any."""
         return self._specification.held_out
 
     @cached_property
@@ -104,14 +108,14 @@ class _HoldsModel(Result):
 
     @property
     def model_path(self) -> Path:
-        """The exported folder, or the newest checkpoint of a run."""
+        """Return the exported folder, or the newest checkpoint of a run."""
         return self.folder / "model"
 
     def __fspath__(self) -> str:
         return str(self.model_path)
 
     def model(self, device: str = "cpu") -> tuple[ClipModel, Preprocess, Tokenizer]:
-        """open_clip's model in eval mode, its evaluation transform and its tokenizer.
+        """Load open_clip's model in eval mode, its evaluation transform and its tokenizer.
 
         Raises:
             UserError: there is no model yet, or it cannot be loaded.
@@ -127,13 +131,17 @@ class Run(_HoldsModel):
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """Epoch -> its checkpoint, of those that are kept."""
+        """List epoch -> its checkpoint, of those that are kept."""
         files = self.folder.glob("checkpoints/epoch_[0-9]*.pt")
         return dict(sorted((int(file.stem.removeprefix("epoch_")), file) for file in files))
 
     @property
     def model_path(self) -> Path:
-        """The newest epoch's checkpoint. UserError if no epoch has ended."""
+        """Return the newest epoch's checkpoint.
+
+        Raises:
+            UserError: no epoch has ended.
+        """
         saved = self.checkpoints
         if not saved:
             raise UserError(f"{self.folder} has no checkpoint of an epoch yet")
@@ -141,7 +149,7 @@ class Run(_HoldsModel):
 
     @property
     def scores(self) -> dict[int, dict[str, float]]:
-        """Epoch -> its metrics (retrieval, zero-shot); {} if nothing was evaluated."""
+        """Read epoch -> its metrics (retrieval, zero-shot), {} if nothing was evaluated."""
         from open_clip_zerovl.checkpoints.card import read_results
 
         file = self.folder / "checkpoints" / "results.jsonl"
@@ -151,7 +159,7 @@ class Run(_HoldsModel):
 
     @property
     def curve(self) -> list[tuple[float, float]]:
-        """(position in epochs, loss) of each logged step.
+        """Read (position in epochs, loss) of each logged step.
 
         Raises:
             UserError: a run without flags of the recipe, whose loop is open_clip's own and keeps no record.
@@ -176,23 +184,23 @@ class Tuned(_HoldsModel):
 
     @property
     def text(self) -> str:
-        """The table of both models."""
+        """Return the table of both models."""
         return self.record["table"]
 
     @property
     def scores(self) -> Mapping[str, Any]:
-        """Alpha and metrics of each scored point between the model before and the tuned one."""
+        """Return alpha and metrics of each scored point between the model before and the tuned one."""
         return self.record["curve"]
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        """(epoch, held-out score)."""
+        """List (epoch, held-out score)."""
         return [(int(epoch), score) for epoch, score in self.record["epochs"].items()]
 
 
 @dataclass(frozen=True)
 class Aligned(_HoldsModel):
-    """Aligned encoders; the model is the best pairing.
+    """Aligned encoders with the best pairing as the model.
 
     Attributes:
         record: the content of `align.json`.
@@ -202,12 +210,12 @@ class Aligned(_HoldsModel):
 
     @property
     def scores(self) -> Mapping[str, float]:
-        """Held-out metrics of the best pairing."""
+        """Return the held-out metrics of the best pairing."""
         return self.record["pairings"][0]["metrics"]
 
     @property
     def curve(self) -> list[tuple[float, ...]]:
-        """(epoch, held-out RSUM, loss) of each check of the best pairing."""
+        """List (epoch, held-out RSUM, loss) of each check of the best pairing."""
         return [tuple(check) for check in self.record["pairings"][0]["checks"]]
 
     def _page_file(self) -> Path:
@@ -216,7 +224,7 @@ class Aligned(_HoldsModel):
 
 @dataclass(frozen=True, repr=False)
 class Hits:
-    """Pictures that were found, best first; shown as the command's list, by a notebook as pictures.
+    """Pictures that were found, best first, shown as the command's list or by a notebook as pictures.
 
     Attributes:
         hits: with name, cosine, caption and bytes.

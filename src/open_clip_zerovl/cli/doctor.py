@@ -43,7 +43,7 @@ def doctor() -> int:
 
 
 def examine() -> list[Finding]:
-    """Run all checks; a failing one does not stop the next."""
+    """Run all checks, also after one that fails."""
     findings: list[Finding] = []
     for topic, check in checks():
         try:

@@ -127,7 +127,7 @@ def say(words: str) -> None:
 
 
 def _reader_is_gone() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more; another pipe may be the broken one."""
+    """Return whether standard output, and no other pipe, is the one that nobody reads any more."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)

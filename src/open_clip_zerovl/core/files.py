@@ -94,7 +94,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _locked_if_possible(scratch: Path) -> int | Path:
-    """Lock a new file for `remove_scratch`; return its path where the file system has no locks."""
+    """Lock a new file for `remove_scratch`, or return its path where the file system has no locks."""
     try:
         return cast(int, lock_file(scratch, create=True))
     except UserError:
@@ -108,7 +108,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None
 
 
 def remove_scratch(path: str | os.PathLike[str]) -> None:
-    """Remove what `atomic_file` has left beside `path` in processes that were killed; a living process locks its file."""
+    """Remove what `atomic_file` has left beside `path` in processes that were killed and hold no lock."""
     target = Path(os.path.realpath(path))
     _remove_unlocked(target.parent, f".{glob.escape(target.name)}.*.part")
 
@@ -127,7 +127,7 @@ def _remove_unlocked(place: Path, pattern: str) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(place: str | os.PathLike[str], prefix: str) -> Iterator[Path]:
-    """Make a temporary folder for the block; the next one with this prefix removes it where its process was killed."""
+    """Make a temporary folder for the block, which the next one with this prefix removes where its process was killed."""
     _remove_unlocked(Path(place), f"{glob.escape(prefix)}*.part")
     with tempfile.TemporaryDirectory(prefix=prefix, suffix=".part", dir=place) as folder:
         held = None
@@ -204,7 +204,7 @@ def lock_file(
 def locked(
     folder: str | os.PathLike[str], *, name: str = "lock", busy: str | None = None
 ) -> Iterator[None]:
-    """Let one process at a time into the block; the lock ends with the process that holds it.
+    """Let one process at a time into the block, with a lock that ends with its process.
 
     Args:
         name: the locked file's name in the folder.
@@ -327,7 +327,7 @@ def free_space(folder: str | os.PathLike[str]) -> tuple[Path, int]:
 
 
 def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
-    """End a sentence on a path that does not exist: "; did you mean PATH?".
+    """End a sentence on a path that does not exist with the path that was meant.
 
     Args:
         otherwise: the end if no entry of the path's folder has a similar name.

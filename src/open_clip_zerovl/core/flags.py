@@ -39,7 +39,7 @@ class Range:
 
 
 def at_least(low: float, unit: str = "") -> Range:
-    """Make the range of `low` or more; `unit` is for the words only."""
+    """Make the range of `low` or more, with a unit for its words."""
     return Range(f"at least {low}{unit and ' ' + unit}", lambda value, _: value >= low)
 
 
@@ -222,7 +222,7 @@ def add_flags(parser: argparse.ArgumentParser, sections: Sequence[type]) -> None
 
 
 def add_flag(group: argparse._ActionsContainer, each: Flag) -> None:
-    """Add a flag; one without a default (`dataclasses.MISSING`) is required."""
+    """Add a flag, a required one if it has no default (`dataclasses.MISSING`)."""
     required = each.default is dataclasses.MISSING
     help_text = each.help.replace("%(default)s", str(each.default))
     shown = isinstance(each.default, (int, float, str)) and each.kind is not bool

@@ -34,12 +34,12 @@ _SETTLED_NS = 2 * 10**9
 
 
 def digest_of(*parts: Any) -> str:
-    """A hash of bytes (or arrays of numbers) and of values of JSON, as 32 hexadecimal digits."""
+    """Hash bytes (or arrays of numbers) and values of JSON to 32 hexadecimal digits."""
     return digest_of_all(parts)
 
 
 def digest_of_all(parts: Iterable[Any]) -> str:
-    """`digest_of` of any number of parts, which are read one by one."""
+    """Hash as `digest_of` does, with parts that are read one by one."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, bytes | bytearray | memoryview) or hasattr(part, "tobytes"):
@@ -53,7 +53,7 @@ def digest_of_all(parts: Iterable[Any]) -> str:
 
 
 def number_of(digest: str) -> int:
-    """The first 64 bits of a digest as a signed number that is not 0."""
+    """Convert the first 64 bits of a digest to a signed number that is not 0."""
     number = int(digest[:16], 16)
     return number - (number >> 63 << 64) or 1
 
@@ -121,7 +121,7 @@ def _digests_in(folder: str, files: list[str], pool: ThreadPoolExecutor) -> dict
 
 
 def _stamp(file: str) -> list[int] | None:
-    """Return size, times of modification and of change in ns, and inode; None for a file that is not there."""
+    """Return size, times of modification and of change in ns, and inode, or None for a file that is not there."""
     try:
         status = os.stat(file)
     except (OSError, ValueError):
@@ -216,7 +216,7 @@ def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | No
 
 
 def _shown(name: str, value: Any) -> str:
-    """An entry with its value; "no NAME" without one."""
+    """Word an entry with its value, "no NAME" without one."""
     if value is None:
         return f"no {name}"
     text = value if isinstance(value, str) else json.dumps(value)

@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def bytes(self) -> int:
-        """Bytes alive now."""
+        """Count the bytes that are alive now."""
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         return sum(size for _, size in self._made.values())
 
@@ -84,7 +84,11 @@ class PeakBytes(LiveBytes):
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that this process can still allocate: on CUDA free plus cached, on CPU its share of the host's; None if unknown."""
+    """Ask for the bytes that this process can still allocate: on CUDA free plus cached, on CPU its share of the host's.
+
+    Returns:
+        None if they are unknown.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -95,13 +99,17 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Memory of an accelerator, whoever fills it; None if unknown."""
+    """Ask for the memory of an accelerator, whoever fills it.
+
+    Returns:
+        None if it is unknown.
+    """
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees, as a GPU's caching allocator does; True if it does (glibc only).
+    """Let this process keep the memory that it frees, as a GPU's caching allocator does (glibc only).
 
     glibc returns large blocks to the kernel and requests them again as pages that must be cleared. Without it a forward pass
     of 64 pictures of 224 px through EfficientNet-Lite0 takes three times its arithmetic (docs/performance.md). Thresholds that
@@ -130,7 +138,11 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroup_available() -> int | None:
-    """Bytes that the container's memory limit leaves (cgroup v2); None without a limit."""
+    """Ask for the bytes that the container's memory limit leaves (cgroup v2).
+
+    Returns:
+        None without a limit.
+    """
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if not (limit.exists() and used.exists()) or limit.read_text().strip() == "max":
         return None
@@ -142,7 +154,7 @@ _ROUNDED = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
 
 def product_precision(device_type: str) -> torch.dtype:
-    """The effective precision of fp32 matmuls on "cuda" or "cpu", as the dtype with as many mantissa bits."""
+    """Return the effective precision of fp32 matmuls on "cuda" or "cpu", as the dtype with as many mantissa bits."""
     backend = _backend(device_type)
     if hasattr(backend, "fp32_precision"):
         return _ROUNDED.get(backend.fp32_precision, torch.float32)
@@ -153,7 +165,7 @@ def product_precision(device_type: str) -> torch.dtype:
 
 @contextmanager
 def ieee_products(device_type: str) -> Iterator[None]:
-    """Inside the block, products of fp32 matrices on "cuda" or "cpu" are IEEE fp32; torch's flags are restored afterwards."""
+    """Compute products of fp32 matrices on "cuda" or "cpu" in IEEE fp32 within the block."""
     if product_precision(device_type) == torch.float32:
         yield
         return
@@ -179,7 +191,7 @@ def ieee_products(device_type: str) -> Iterator[None]:
 
 
 def _older_flags_agree() -> bool:
-    """True if the older flags allow TF32; False if reading them raises, which happens if they contradict the newer ones."""
+    """Return whether the older flags allow TF32, and can be read: they raise where they contradict the newer ones."""
     try:
         return (
             torch.backends.cuda.matmul.allow_tf32
@@ -190,7 +202,7 @@ def _older_flags_agree() -> bool:
 
 
 def _backend(device_type: str):
-    """torch's flags for the matrix products of a device, or None if it has none."""
+    """Return torch's flags for the matrix products of a device, or None if it has none."""
     if device_type == "cuda":
         return torch.backends.cuda.matmul
     return getattr(torch.backends.mkldnn, "matmul", None) if device_type == "cpu" else None

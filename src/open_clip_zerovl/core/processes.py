@@ -402,7 +402,7 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """Count the NVIDIA GPUs that a process sees; see `gpu_memories`."""
+    """Count the NVIDIA GPUs that a process sees (`gpu_memories`)."""
     return len(gpu_memories(environment))
 
 

@@ -44,7 +44,7 @@ class RngState:
 
     @classmethod
     def capture(cls, device: torch.device) -> RngState:
-        """The present states of the generators that a forward pass on `device` draws from."""
+        """Take the present states of the generators that a forward pass on `device` draws from."""
         host = random.getstate(), np.random.get_state(), torch.get_rng_state()
         if device.type == "cpu":
             return cls(*host, None, None)
@@ -76,7 +76,7 @@ STREAMS_VERSION = 2
 
 @enum.unique
 class Purpose(enum.Enum):
-    """Purposes of random numbers; comments name the rest of the key. A value is never reused for another purpose."""
+    """Purposes of random numbers, whose comments name the rest of the key. A value is never reused for another purpose."""
 
     SCHEDULE = "schedule"  # epoch: the order of the sources' steps
     ASSIGNMENT = "deal"  # epoch, first and last leaf: how sources mix in a part of the epoch
@@ -99,7 +99,7 @@ class Purpose(enum.Enum):
 
 
 def stream_seed(seed: int, purpose: Purpose, *key: int) -> int:
-    """The 64-bit seed of a stream, the same on every platform.
+    """Compute the 64-bit seed of a stream, the same on every platform.
 
     It is a hash of the key's text ("mixup 0 5"), so that different purposes and keys of different length have different seeds.
     """
@@ -110,7 +110,7 @@ def stream_seed(seed: int, purpose: Purpose, *key: int) -> int:
 
 
 def stream(seed: int, purpose: Purpose, *key: int) -> np.random.Generator:
-    """NumPy's generator of a stream."""
+    """Make NumPy's generator of a stream."""
     return np.random.default_rng(stream_seed(seed, purpose, *key))
 
 

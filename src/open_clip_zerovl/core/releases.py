@@ -76,7 +76,7 @@ LINES = (OPENCLIP_V3, OPENCLIP_V4)
 
 
 def supported() -> str:
-    """Describe the lines: "3.3.x, tested with 3.3.0; 4.x, tested with main of 27 June 2026 (4.2.0.dev0)"."""
+    """Describe the lines with the versions that they were tested with."""
     return "; ".join(f"{line.name}, tested with {line.tested}" for line in LINES)
 
 

@@ -81,7 +81,7 @@ def colours_of(names: Sequence[str], palette: Sequence[str]) -> dict[str, str]:
 
 
 class Line(NamedTuple):
-    """A line of a chart; points that are not finite are left out.
+    """A line of a chart, without points that are not finite.
 
     Attributes:
         x, y: (n,) numbers; None and NaN in y are gaps.

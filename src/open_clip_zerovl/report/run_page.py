@@ -327,7 +327,7 @@ def _shares_captions(record: Mapping[str, list[dict[str, Any]]]) -> bool:
 def _best_and_last(
     evaluations: Sequence[Mapping[str, Any]],
 ) -> list[tuple[tuple[str, str], dict[str, float]]]:
-    """((set, epoch), metrics) of the best and the last evaluation."""
+    """List ((set, epoch), metrics) of the best and the last evaluation."""
     best = best_evaluation(evaluations)
     rows: list[tuple[tuple[str, str], dict[str, float]]] = []
     for line in [best, *evaluations[-1:]] if best is not None else []:

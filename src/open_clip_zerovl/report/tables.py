@@ -31,7 +31,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int =
 
 
 class Scores(dict[str, Mapping[str, Any]]):
-    """Set -> metric -> value, as the command's `--output` has them; shown as the command's table.
+    """Set -> metric -> value, as the command's `--output` has them, shown as the command's table.
 
     Attributes:
         text: what the command prints, with a remark on scores that are not above chance.

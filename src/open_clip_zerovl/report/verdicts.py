@@ -23,7 +23,7 @@ MOST_SEEDS = 100  # beyond it `seeds_to_decide` gives no number
 
 
 class Estimate(NamedTuple):
-    """A mean difference with its interval; infinite, and p NaN, if one value alone gives none.
+    """A mean difference with its interval, which is infinite (and p NaN) if one value alone gives none.
 
     Attributes:
         p: two-sided, of a mean of zero, by the t distribution of the interval.
