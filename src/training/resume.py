@@ -88,7 +88,7 @@ class Position:
         changed = [
             (flag, _value(self.order.get(flag)), _value(value))
             for flag, value in sorted(now.order.items())
-            if self.order and self.order.get(flag) != value
+            if self.order.get(flag) != value
         ]
         if self.step == 0:
             self._warn_of_changes(now, changed)
@@ -179,7 +179,6 @@ def read_position(checkpoint: dict) -> Position | None:
             f"the checkpoint has format {_value(written)}, and this release reads {FORMAT}; resume with the one that wrote it, "
             "or start a new run from its weights with --init-from"
         )
-    entry.pop("effective_batch", None)  # which was written once
     batching = Batching(**{each.name: index(entry.pop(each.name)) for each in fields(Batching)})
     entry |= {name: index(entry[name]) for name in ("epoch", "step")}
     entry |= {name: dict(entry.get(name, {})) for name in ("order", "retained")}

@@ -175,9 +175,6 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
         TAKEN.start_step(now)
     assert words in str(refused.value)
     assert replace(TAKEN, step=0).start_step(now) == 0  # an epoch's end has no order
-    assert (
-        replace(TAKEN, order={}).start_step(now) == 10
-    )  # a checkpoint of an earlier version does not record it
 
 
 def test_what_decides_the_order_of_samples_is_in_the_position():
