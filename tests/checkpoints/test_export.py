@@ -374,57 +374,34 @@ def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
 def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path, home):
     """Recipe from params.txt, sources without their folders, metrics of the checkpoint's own epoch from results.jsonl."""
     params = {
-        "model": "native-bert",
-        "name": "my-run",
-        "batch_size": 64,
-        "world_size": 2,
-        "dga_steps": 4,
-        "epochs": 3,
-    }
-    params |= {
-        "lr": 0.0001,
-        "sampling": "debiased",
-        "coin_flip_mixup": True,
-        "mixup_alpha": 0.1,
-        "precision": "fp32",
-    }
-    params |= {
-        "train_data": "sbu=/secret/sbu/{0..3}.tar::/secret/cc3m/{0..9}.tar",
-        "init_from": "/secret/old.pt",
-    }
-    params |= {"train_data_upsampling_factors": "1::2"}
+        "model": "native-bert", "name": "my-run", "batch_size": 64, "world_size": 2, "dga_steps": 4, "epochs": 3,
+        "sampling": "debiased", "mixup_alpha": 0.1, "init_from": "/secret/old.pt",
+        "train_data": "sbu=/secret/sbu/{0..3}.tar::/secret/cc3m/{0..9}.tar", "train_data_upsampling_factors": "1::2",
+    }  # fmt: skip
     checkpoint = write_run(tmp_path / "run", random_model("native-bert"), params)
-    recalls = {
-        f"{way}_R@{k}": 0.05 * k for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
-    }
     lines = [
         {"epoch": 1, "imagenet-zeroshot-val-top1": 0.25},
-        {
-            "epoch": 1,
-            **{f"coco_{name}": value for name, value in recalls.items()},
-            "coco_rsum": 160.0,
-        },
+        {"epoch": 1, "coco_image_to_text_R@10": 0.5, "coco_rsum": 160.0},
         {"epoch": 2, "imagenet-zeroshot-val-top1": 0.75},  # of another checkpoint
     ]
     results = checkpoint.parent / "results.jsonl"
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     card = (export_local_dir(checkpoint, tmp_path / "export") / "README.md").read_text()
-    assert "\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\n" in card
-    assert "# my-run (native-bert)" in card
-    assert "after epoch 1 of 3" in card
-    assert "- effective batch: 512 = 64 a micro-batch x 4 accumulated x 2 ranks" in card
-    assert "- `--sampling`: debiased" in card
-    assert "- `--mixup-alpha`: 0.1" in card
-    assert "- sbu, weight 1\n- cc3m, weight 2" in card
-    assert "| coco | image to text R@10 in % | 50.0 |" in card
-    assert "| coco | RSUM of 600 | 160.0 |" in card
-    assert "| imagenet-zeroshot-val | top1 in % | 25.0 |" in card and "75.0" not in card
-    assert "/secret" not in card and str(tmp_path) not in card and str(home) not in card
-    assert (
-        "- `--init-from`: old.pt" in card
-        and "It loads in stock" in card
-        and "open_clip_zerovl" not in card
-    )
+    for told in (
+        "\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\n",
+        "# my-run (native-bert)",
+        "after epoch 1 of 3. It loads in stock",
+        "- effective batch: 512 = 64 a micro-batch x 4 accumulated x 2 ranks",
+        "- `--sampling`: debiased",
+        "- `--mixup-alpha`: 0.1",
+        "- `--init-from`: old.pt",
+        "- sbu, weight 1\n- cc3m, weight 2",
+        "| coco | image to text R@10 in % | 50.0 |\n| coco | RSUM of 600 | 160.0 |",
+        "| imagenet-zeroshot-val | top1 in % | 25.0 |",
+    ):
+        assert told in card, told
+    for kept in ("75.0", "/secret", str(tmp_path), str(home), "open_clip_zerovl"):
+        assert kept not in card, kept
     results.write_text("{")
     with pytest.raises(UserError, match=r"results\.jsonl cannot be read .*line 1"):
         export_local_dir(checkpoint, tmp_path / "other")
