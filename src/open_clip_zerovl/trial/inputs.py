@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -46,21 +46,14 @@ from open_clip_zerovl.trial.flags import TrialFlags
 TEST_SEED, VALIDATION_SEED = 0, 1  # of the choice of pictures
 REQUEST, PLAN = "trial.json", "plan.json"
 MEAN_RECALL, TOP1 = "mean recall", "top-1"
+# Of a model on its sets: scores in percent, those of chance, whether they are above it, that of the commonest class.
+ENTRIES = ("scores", "chance", "above_chance", "commonest")
 MODEL = f"{CONTENT}--from"  # in REQUEST
 # Flags of data and first model, which are made before anything is trained.
 INPUTS = ("--from", "--image", "--text", "--data", "--retrieval-data", "--zero-shot-data")
 LATER = ("seeds", "rates", "margin")  # a later call may give other ones
 
 ScoredSet = IndexedSet | LabelledSet
-
-
-class Score(NamedTuple):
-    """The score of a model on a set in percent, with that of chance and, of classes, that of the commonest one."""
-
-    scores: float
-    chance: float
-    above_chance: bool
-    commonest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -145,30 +138,29 @@ class Inputs:
             start: how the model is loaded.
 
         Returns:
-            The entries of `Score`, each by measure; the first measure is the mean over the sets that decide.
+            ENTRIES, each by measure; the first measure is the mean over the sets that decide.
         """
         encoder = replace(start, model=str(model), model_name=None, text_model=None)
         loaded: Any = encoder.load()
         sets = self.validation if pilot else self.test
         of_sets = {name: _score(loaded, scored, encoder, name) for name, scored in sets.items()}
-        scores, chance, above, commonest = zip(*of_sets.values(), strict=True)
-        by_class = commonest[0] is not None
+        by_class = all(isinstance(scored, LabelledSet) for scored in sets.values())
         word = TOP1 if by_class else MEAN_RECALL
-        mean = Score(
-            statistics.fmean(scores), statistics.fmean(chance), any(above), statistics.fmean(commonest) if by_class else None
-        )  # fmt: skip
+        several = list(of_sets.values())
+        mean = {
+            entry: (any if entry == "above_chance" else statistics.fmean)(
+                [score[entry] for score in several]
+            )
+            for entry in several[0]
+        }
         measures = {word: mean}
         if len(of_sets) > 1:
             measures |= {f"{name}: {word}": score for name, score in of_sets.items()}
         for name, labelled in {} if pilot else self.more.items():
             measures[f"{name}: {TOP1}"] = _score(loaded, labelled, encoder, name)
         return {
-            entry: {
-                measure: getattr(score, entry)
-                for measure, score in measures.items()
-                if getattr(score, entry) is not None
-            }
-            for entry in Score._fields
+            entry: {measure: score[entry] for measure, score in measures.items() if entry in score}
+            for entry in ENTRIES
         }
 
 
@@ -265,14 +257,19 @@ def _halves(scored: ScoredSet, folder: Path) -> tuple[ScoredSet, ScoredSet]:
     return half(upper), half(~upper)
 
 
-def _score(loaded: Any, scored_set: ScoredSet, encoder: Encoder, name: str) -> Score:
-    """Score a model on a set: top-1 of classes, else mean recall."""
+def _score(loaded: Any, scored_set: ScoredSet, encoder: Encoder, name: str) -> dict[str, Any]:
+    """Score a model on a set, by top-1 of classes, else by mean recall.
+
+    Returns:
+        ENTRIES, the last one of classes alone.
+    """
     if isinstance(scored_set, LabelledSet):
         accuracy = score_loaded(loaded, scored_set, encoder=encoder, name=name)
         top1, chance, commonest = (100 * accuracy[key] for key in ("top1", "chance", "commonest"))
-        return Score(top1, chance, is_above_chance(accuracy), commonest)
+        return dict(zip(ENTRIES, (top1, chance, is_above_chance(accuracy), commonest), strict=True))
     scored = score_set(loaded, name, scored_set, RetrievalSettings(), encoder=encoder)
     assert scored is not None
     metrics = scored.metrics
     above = not not_above_chance(metrics)
-    return Score(metrics["rsum"] / 6, metrics["rsum_chance"] / 6, above)
+    values = (metrics["rsum"] / 6, metrics["rsum_chance"] / 6, above)
+    return dict(zip(ENTRIES, values, strict=False))
