@@ -112,7 +112,7 @@ def pack(
 
     exclusions = []
     if drop_near is not None:
-        from open_clip_zerovl.prepare.dedup.overlap import near_exclusion
+        from open_clip_zerovl.prepare.near import near_exclusion
 
         exclusions.append(
             near_exclusion(drop_near, out, threads=work.threads, progress=work.progress)
@@ -206,8 +206,7 @@ def near(
     Raises:
         UserError: data that cannot be read, or a distance out of range.
     """
-    from open_clip_zerovl.prepare.dedup.near import NEAR
-    from open_clip_zerovl.prepare.dedup.overlap import run_overlap
+    from open_clip_zerovl.prepare.near import NEAR, run_overlap
 
     within = NEAR if distance is None else distance
     return run_overlap(data, test, out, split=split, within=within, threads=threads)

@@ -36,10 +36,10 @@ from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.features.sources import SourceSamples
 from open_clip_zerovl.finetune.data import find_data, open_sources
 from open_clip_zerovl.prepare.check import check_shards
-from open_clip_zerovl.prepare.dedup.overlap import find_overlap, open_test_sets
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
-from open_clip_zerovl.prepare.pack.classes import class_caption
+from open_clip_zerovl.prepare.near import find_overlap, open_test_sets
 from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.pack.rows import class_caption
 from open_clip_zerovl.prepare.settings import PackSettings, Work
 from open_clip_zerovl.shards.tar import Sample, read_samples
 from support.loading import loader_of

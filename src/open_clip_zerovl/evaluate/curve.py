@@ -2,11 +2,8 @@
 
 A point's `new` is the mean score of the sets of the new ability, `kept` that of the kept sets. The score
 of a set is its RSUM; where all new (or all kept) sets have classes, whose pictures share captions, it is zero-shot top-1 in
-percent. The chosen weights become a folder that stock open_clip loads; its files beside those of an export:
-
-    interpolation.json    both ends, all points with their metrics, the chosen alpha and why
-    interpolation.png     RSUM by alpha
-    interpolation.html    the same with tables, as one page
+percent. The chosen weights become a folder that stock open_clip loads; its `interpolation.json` has both ends, all points with
+their metrics, the chosen alpha and why.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ from open_clip_zerovl.evaluate.retrieval import RetrievalSettings, score_set
 from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet, score_loaded
 from open_clip_zerovl.models.local_dir import TRAINED_ON
-from open_clip_zerovl.report.html import render
 from open_clip_zerovl.report.plot import (
     FAINT,
     SOURCE_COLOURS,
@@ -313,23 +309,16 @@ def in_percent(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def recall_table(columns: Mapping[str, Mapping[str, float]]) -> str:
-    """Format recalls and RSUM of several models side by side, as Markdown with columns that are aligned for a terminal.
+    """Format recalls and RSUM of several models side by side, as text.
 
     Args:
         columns: head -> metrics by the names of ROWS, in percent; a metric that a column lacks leaves its cell empty.
     """
-    widths = {name: max(7, len(name) + 1) for name in columns}
-    lines = ["|          |" + "|".join(f"{name:>{width}} " for name, width in widths.items()) + "|"]
-    lines.append("|----------|" + "|".join("-" * width + ":" for width in widths.values()) + "|")
-    for key, label in ROWS.items():
-        shown = {
-            name: f"{metrics[key]:.1f}" if key in metrics else ""
-            for name, metrics in columns.items()
-        }
-        lines.append(
-            f"| {label:9}|{'|'.join(f'{shown[name]:>{width}} ' for name, width in widths.items())}|"
-        )
-    return "\n".join(lines)
+    rows = [
+        [label, *(f"{metrics[key]:.1f}" if key in metrics else "" for metrics in columns.values())]
+        for key, label in ROWS.items()
+    ]
+    return text_table(["", *columns], rows)
 
 
 @dataclass(frozen=True)
@@ -457,15 +446,6 @@ def write_between(
     seen = trained_on(ends.names)
     if seen is not None or trained is not None:
         extra_files[TRAINED_ON] = list_of_trained(seen, trained)
-    if curve is not None:
-        extra_files["interpolation.png"] = picture = curve.picture()
-        extra_files["interpolation.html"] = render(
-            "curve.html",
-            title="Weights between two models",
-            names=ends.names,
-            curve=curve,
-            picture=picture,
-        )
     return write_local_dir(
         "..".join(ends.names),
         weights,

@@ -147,13 +147,8 @@ def run_retrieval(
     if results:
         text = format_retrieval(results)
         how = _how(encoder.model, settings)
-        if files.json is not None:
-            write_atomically(files.json, json.dumps({**how, "results": results}, indent=2) + "\n")
-        if files.csv is not None:
-            write_csv(files.csv, [(how, results)])
-        if files.gallery is not None:
-            page = write_gallery(files.gallery, [*scored.values()], model=encoder.model)
-            text += f"\nGallery: {page}"
+        report = {**how, "results": results}
+        text += _written(files, report, [(how, results)], [*scored.values()], encoder.model)
     return Scores(results, text)
 
 
@@ -196,20 +191,30 @@ def run_retrievals(
     }
     rows_of_models = {name: of_set.metrics for name, of_set in side_by_side.items()}
     text = f"{format_retrieval(rows_of_models)}\n\n{_format_differences(first, differences)}"
+    hows = {model: _how(encoder.model, settings) for model, encoder in encoders.items()}
+    of_models = {model: {**hows[model], "results": results[model]} for model in results}
+    report = {"models": of_models, "rsum_differences_from_the_first": differences}
+    shown = [replace(of_set, name=name) for name, of_set in side_by_side.items()]
+    rows = [(hows[model], results[model]) for model in results]
+    text += _written(files, report, rows, shown, ", ".join(encoders))
+    return Scores(results, text)
+
+
+def _written(
+    files: RetrievalFiles,
+    report: Mapping[str, Any],
+    models: Sequence[tuple[Mapping[str, Any], Mapping[str, Mapping[str, float]]]],
+    shown: Sequence[GallerySet],
+    model: str,
+) -> str:
+    """Write the files that are asked for, and return the line of the gallery."""
     if files.json is not None:
-        of_models = {
-            model: {**_how(encoders[model].model, settings), "results": own}
-            for model, own in results.items()
-        }
-        report = {"models": of_models, "rsum_differences_from_the_first": differences}
         write_atomically(files.json, json.dumps(report, indent=2) + "\n")
     if files.csv is not None:
-        rows = [(_how(encoders[model].model, settings), own) for model, own in results.items()]
-        write_csv(files.csv, rows)
-    if files.gallery is not None:
-        shown = [replace(of_set, name=name) for name, of_set in side_by_side.items()]
-        text += f"\nGallery: {write_gallery(files.gallery, shown, model=', '.join(encoders))}"
-    return Scores(results, text)
+        write_csv(files.csv, models)
+    if files.gallery is None:
+        return ""
+    return f"\nGallery: {write_gallery(files.gallery, shown, model=model)}"
 
 
 def _score(

@@ -7,7 +7,7 @@ Files of the output folder, in the order in which they are made:
     before/                          the model it starts from, unless an exported folder was given
     settings.json                    every flag of the training with its reason
     run/, training.log               the training's own folder and its output
-    model/                           the chosen model, for open_clip's local-dir:, with its interpolation.json, .png, .html
+    model/                           the chosen model, for open_clip's local-dir:, with its interpolation.json
     gallery.html, report.html        hits and misses before and after; all numbers
     finetune.json                    the same for programs; written last
 

@@ -88,7 +88,7 @@ class FolderCheck:
 
 
 def check_report(result: FolderCheck) -> str:
-    """The result as text: totals and rate, then the faults of each shard."""
+    """Format the result as text: totals and rate, then the faults of each shard."""
     lines = [
         f"{result.samples:,} samples in {len(result.shards):,} shards, {result.size_bytes / 1e9:.2f} GB read in "
         f"{result.seconds:.1f} s ({result.size_bytes / 1e6 / max(result.seconds, 1e-9):,.0f} MB/s)"
@@ -115,7 +115,7 @@ def caption_fault(content: bytes) -> str:
 
 
 def picture_fault(content: bytes, extension: str | None = None, *, decode: bool = False) -> str:
-    """The fault of an encoded picture, or "".
+    """Return the fault of an encoded picture, "" for none.
 
     Args:
         extension: its kind in PICTURE_MARKS; None to know it by its first bytes, where other formats are opened.

@@ -72,7 +72,7 @@ def as_shards(
 
 
 def sets_as_shards(data: str, *, say: Say = logging.info) -> str:
-    """Pack the retrieval sets that are neither shards nor Karpathy's annotations; rows that cannot be used are refused.
+    """Pack the retrieval sets that are neither shards nor Karpathy's annotations, and refuse rows that cannot be used.
 
     Args:
         data: sets as `parse_retrieval_data` takes them.

@@ -93,7 +93,7 @@ def prepare_public(
     limits: Limits | None = None,
     work: Work | None = None,
 ) -> dict[str, Any]:
-    """Make the shards of a dataset, or go on with an interrupted call; returns the report of `pack`.
+    """Make the shards of a dataset, or go on with an interrupted call, and return the report of `pack`.
 
     Args:
         dataset: a key of OFFICIAL or BY_HAND.
@@ -176,7 +176,7 @@ def list_pairs(dataset: str, paths: Sequence[Path]) -> Iterator[Pair]:
 
 
 def tsv_pairs(path: Path) -> Iterator[Pair]:
-    """Iterate over a CC list, one pair a line: CC3M's has the caption first, CC12M's the address; neither has a header.
+    """Iterate over a CC list without a header, one pair a line: CC3M's has the caption first, CC12M's the address.
 
     The order is found from the lines, and a header that was added for another program is skipped.
 
@@ -234,7 +234,7 @@ def sbu_pairs(paths: Sequence[Path]) -> Iterator[Pair]:
 
 
 def _sbu_columns(paths: Sequence[Path]) -> Iterator[tuple[Any, Any]]:
-    """Iterate over (address, caption); None if one list is shorter."""
+    """Iterate over (address, caption), with None where one list is shorter."""
     both = find_member(paths, "captions-all.json", ".json")
     if both is not None:
         with open_member(*both) as first, open_member(*both) as second:

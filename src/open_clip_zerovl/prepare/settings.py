@@ -118,7 +118,7 @@ class PackSettings:
     Attributes:
         form: the form of all inputs (FORMATS); None detects each.
         columns: names of columns, and the folder of relative paths.
-        templates: the templates of the captions of classes; None for `classes.TEMPLATE`.
+        templates: the templates of the captions of classes; None for `rows.TEMPLATE`.
         max_side_px: larger pictures are shrunk to this longer side; None keeps them.
         shorter_side_px: larger training pictures are shrunk to this shorter side; None keeps them. Held-out ones stay, since
             shrunk pictures change the scores.
@@ -174,7 +174,7 @@ class PackSettings:
         )
 
     def described(self) -> dict[str, Any]:
-        """All of it as JSON."""
+        """Return all of it as JSON."""
         return {
             "format": self.form,
             **asdict(self.columns),

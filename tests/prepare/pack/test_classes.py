@@ -12,8 +12,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.indexed import open_probe_set
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
-from open_clip_zerovl.prepare.pack.classes import ZERO_SHOT_TEMPLATES, class_caption
 from open_clip_zerovl.prepare.pack.report import RELEASED, commands, lines, next_line
+from open_clip_zerovl.prepare.pack.rows import ZERO_SHOT_TEMPLATES, class_caption
 from open_clip_zerovl.prepare.settings import Columns
 from support.pairs import picture, samples_of
 

@@ -2,8 +2,8 @@
 
 inputs -> columned, samples                 readers: rows of (picture, captions, source, file and line)
 collect                                     rows and pictures into a store: each picture once, decoded, with its pixels' hash
-split                                       a held-out set, and pictures that are left out
+split                                       splits, a held-out set, and pictures that are left out
 write                                       shards
-report, page                                numbers, lines and a page
-run                                         the whole call
+report                                      numbers, lines and a page
+packing                                     the whole call
 """

@@ -114,7 +114,7 @@ class Collecting:
         self.store.add_row(input, row, source, number, captions, reason)
 
     def _submit(self, number: int, input: int, row: Row) -> None:
-        """Fetch a picture unless its spool has it; wait while enough are under way."""
+        """Fetch a picture unless its spool has it, and wait while enough are under way."""
         index, place = divmod(number, PICTURES_A_SPOOL)
         if self.last is None or self.last.number != index:
             self._end()
@@ -233,7 +233,7 @@ class Contents:
     folder: Path
 
     def __call__(self, sample: Stored) -> bytes:
-        """The bytes of a picture as it is stored.
+        """Read the bytes of a picture as it is stored.
 
         Raises:
             UserError: the input has changed since it was read.
@@ -260,15 +260,15 @@ _AGAIN = "leave the inputs as they are while they are packed, remove the folder 
 
 
 def sum_of(content: bytes) -> str:
-    """A hash of a picture's bytes."""
+    """Hash a picture's bytes."""
     return digest_of(content)
 
 
 def is_address(place: str) -> bool:
-    """True for a picture that is fetched from the web."""
+    """Return whether a picture is fetched from the web."""
     return place.lower().startswith(ADDRESS)
 
 
 def spool_path(folder: Path, number: int) -> Path:
-    """The spool of pictures 2,000 * number and on."""
+    """Name the spool of pictures 2,000 * number and on."""
     return folder / f"{number:05d}.spool"

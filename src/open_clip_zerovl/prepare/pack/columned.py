@@ -18,7 +18,6 @@ from typing import IO, Any, BinaryIO, cast
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data.class_words import class_words
 from open_clip_zerovl.prepare.pack import parquet
-from open_clip_zerovl.prepare.pack.classes import ClassTemplates
 from open_clip_zerovl.prepare.pack.columns import (
     Chosen,
     choose,
@@ -28,7 +27,7 @@ from open_clip_zerovl.prepare.pack.columns import (
 )
 from open_clip_zerovl.prepare.pack.csv_rows import CsvRows
 from open_clip_zerovl.prepare.pack.places import Places, public_name
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, Reader, Row, word_of
+from open_clip_zerovl.prepare.pack.rows import ADDRESS, ClassTemplates, Reader, Row, word_of
 from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
@@ -57,12 +56,12 @@ class ColumnReader(Reader):
 
     @property
     def split_column(self) -> str | None:  # type: ignore[override]
-        """The column that says the split of a row."""
+        """Name the column that says the split of a row."""
         return self.chosen.split
 
     @abstractmethod
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
-        """(line, or number from 1; record) of each row of a file; of its columns at least those that are chosen."""
+        """Yield (line, or number from 1, and record) of each row of a file, with at least the columns that are chosen."""
 
     def rows(self) -> Iterator[Row]:
         for file in self.files:
@@ -106,7 +105,7 @@ class ColumnReader(Reader):
 
 
 class TableReader(ColumnReader):
-    """A CSV or TSV file, also gzipped; separator and columns are found from its first line."""
+    """A CSV or TSV file, also gzipped, whose first line tells separator and columns."""
 
     form = "table"
 
@@ -183,7 +182,7 @@ class TableReader(ColumnReader):
         return first.decode("utf-8-sig", "replace").rstrip("\r\n")
 
     def _headerless(self) -> Chosen:
-        """The columns of a table whose first line is a row: numbers, or one picture and one caption."""
+        """Choose the columns of a table whose first line is a row: numbers, or one picture and one caption."""
         fields, self.names = self.names, [str(number + 1) for number in range(len(self.names))]
         wanted = self.wanted
         if wanted.picture is None and wanted.captions is None and len(fields) == 2:
@@ -209,7 +208,7 @@ class TableReader(ColumnReader):
 
 
 class JsonReader(ColumnReader):
-    """JSON lines, or one JSON list of objects; also gzipped."""
+    """JSON lines, or one JSON list of objects, also gzipped."""
 
     form = "json"
 
@@ -284,7 +283,7 @@ class CocoReader(ColumnReader):
 
 
 class KarpathyReader(ColumnReader):
-    """Karpathy's splits of MS-COCO and Flickr30K, one JSON object with `images`; a row is an image with its sentences."""
+    """Karpathy's splits of MS-COCO and Flickr30K, one JSON object whose `images` are the rows, each with its sentences."""
 
     form = "json"
 
@@ -323,7 +322,7 @@ class SplitTables(Reader):
 
 
 class ArrowReader(ColumnReader):
-    """Parquet files, or the Arrow files of `datasets.Dataset.save_to_disk`, with the same columns; read by pyarrow.
+    """Parquet files, or the Arrow files of `datasets.Dataset.save_to_disk`, with the same columns.
 
     A table without captions whose `datasets` metadata names classes (cifar10, food101) is packed as folders of classes are.
     """
@@ -379,7 +378,7 @@ class ArrowReader(ColumnReader):
 
     @contextmanager
     def _reading(self, file: Path, fault: str) -> Iterator[Any]:
-        """An open ParquetFile, or a table that is mapped into memory. UserError with the fault for errors of pyarrow."""
+        """Open a ParquetFile, or map an Arrow table into memory, with the fault for errors of pyarrow."""
         arrow = parquet.pyarrow()
         with parquet.faults_named(
             file, fault.format(form=self.form if self.form == "parquet" else "Arrow")
@@ -397,7 +396,7 @@ class ArrowReader(ColumnReader):
                 yield table
 
     def _choose(self, file: Path, schema: Any) -> Chosen:
-        """The columns; unless they are named, a column of pictures' bytes takes precedence over guesses from names."""
+        """Choose the columns, where pictures' bytes take precedence over guesses from names."""
         types, held = parquet.pyarrow().types, parquet.picture_columns(schema)
         wanted, classes = self.wanted, parquet.class_columns(schema)
         if wanted.captions is None and classes and not guess_captions(schema.names):
@@ -466,7 +465,7 @@ def open_json(path: Path, wanted: Columns) -> ColumnReader:
 
 @contextmanager
 def opened_table(path: Path) -> Iterator[IO[bytes]]:
-    """The plain bytes of a table, gzipped or not, converted to UTF-8 if it has a byte-order mark.
+    """Open the plain bytes of a table, gzipped or not, converted to UTF-8 if it has a byte-order mark.
 
     Raises:
         UserError: a zip, or a file that cannot be read.
@@ -491,13 +490,13 @@ def opened_table(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _names(records: Iterable[Any]) -> list[str]:
-    """The keys of objects, in the order in which they first come."""
+    """List the keys of objects, in the order in which they first come."""
     return list(
         dict.fromkeys(name for record in records if isinstance(record, dict) for name in record)
     )
 
 
 def _names_a_picture(field: str) -> bool:
-    """True for an address, and for the name of a picture's file."""
+    """Return whether a field is an address or the name of a picture's file."""
     field = re.sub(r"#\d+$", "", field.strip().lower())  # Flickr30K's captions
     return field.startswith(ADDRESS) or field.endswith(tuple(PICTURE_SUFFIXES))

@@ -64,7 +64,11 @@ _TEXT_KEYS = ("raw", "caption", "text", "sentence")
 
 
 def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
-    """The column of this name. UserError, which lists the existing columns, if it is missing."""
+    """Find the column of this name.
+
+    Raises:
+        UserError: it is missing. The sentence lists the existing columns.
+    """
     if name in names:
         return name
     same = [known for known in names if plain(known) == plain(name)]
@@ -79,13 +83,13 @@ def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
 
 
 def caption_columns(names: Sequence[str]) -> list[str]:
-    """The columns that are named like captions, the likelier first."""
+    """List the columns that are named like captions, the likelier first."""
     known = {plain(name): name for name in reversed(names)}
     return [known[name] for name in CAPTION_NAMES if name in known]
 
 
 def guess_captions(names: Sequence[str], picture: str | None = None) -> tuple[str, ...]:
-    """The column whose name is most likely that of captions; several if they are numbered."""
+    """Guess the column of captions by its name, or several columns that are numbered."""
     columns = caption_columns([name for name in names if name != picture])
     if columns:
         return (columns[0],)
@@ -93,13 +97,13 @@ def guess_captions(names: Sequence[str], picture: str | None = None) -> tuple[st
 
 
 def guess_picture(names: Sequence[str]) -> str | None:
-    """The column that is most likely the picture's, by its name."""
+    """Guess the picture's column by its name."""
     known = {plain(name): name for name in reversed(names)}
     return next((known[name] for name in PICTURE_NAMES if name in known), None)
 
 
 def guess_separator(header: str) -> str:
-    """The separator with which a header has columns that are known by name, else the one that it has most of."""
+    """Guess the separator with which a header has columns that are known by name, else the one that it has most of."""
     there = sorted((s for s in _SEPARATORS if s in header), key=header.count, reverse=True)
     for separator in there:
         if guess_picture(next(csv.reader([header], delimiter=separator), [])):
@@ -119,7 +123,7 @@ class Chosen:
 
     @property
     def read(self) -> list[str]:
-        """The names of all columns that are read, each once."""
+        """Name all columns that are read, each once."""
         chosen = (self.picture, *self.captions, self.source, self.split)
         return list(dict.fromkeys(name for name in chosen if name is not None))
 
@@ -131,7 +135,7 @@ def choose(
     *,
     pictures: Sequence[str] = (),
 ) -> Chosen:
-    """The columns of a table.
+    """Choose the columns of a table.
 
     Args:
         where: the file, for messages.
@@ -181,7 +185,7 @@ def _not_found(
     picture: str | None,
     captions: Sequence[str],
 ) -> str:
-    """The sentence for a table without a column that is named like a picture, or like a caption, or both."""
+    """Write the sentence for a table without a column that is named like a picture, or like a caption, or both."""
     missing: list[tuple[str, str, Sequence[str]]] = []
     if picture is None:
         missing.append(("a picture (image, filepath, url ...)", _FLAGS[0], PICTURE_NAMES))
@@ -200,19 +204,19 @@ def _not_found(
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in a sentence; the first ones of many."""
+    """Write names in a sentence, the first ones of many."""
     return ", ".join(map(repr, names[:12])) + (
         f" and {len(names) - 12} more" if len(names) > 12 else ""
     )
 
 
 def plain(name: str) -> str:
-    """The name of a column without case, blanks and dashes."""
+    """Write the name of a column without case, blanks and dashes."""
     return re.sub(r"[\s\-.]+", "_", name.strip().lower())
 
 
 def texts_of(values: Sequence[Any]) -> tuple[list[str], str]:
-    """The captions in the cells of a row (`shards.texts`), each once; and the reason if there are none.
+    """Return the captions in the cells of a row (`shards.texts`), each once, and the reason if there are none.
 
     A cell holds a caption, a list of captions, an object with the caption, or the text of a JSON or Python list.
     """
@@ -246,7 +250,7 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 def _listed(text: str) -> Any:
-    """The list of texts that a cell spells out, as JSON or as Python prints one; else the cell."""
+    """Return the list of texts that a cell spells out, as JSON or as Python prints one, else the cell."""
     for parse in (json.loads, ast.literal_eval):
         try:
             value = parse(text)
@@ -258,7 +262,7 @@ def _listed(text: str) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """True for a text without bytes of another encoding."""
+    """Return whether a text has no bytes of another encoding."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -113,7 +113,7 @@ class CsvRows:
         return csv.reader(self._lines(), delimiter=self.separator, strict=True)
 
     def _lines(self) -> Iterator[str]:
-        """The lines that the csv reader takes, kept in `_taken`."""
+        """Yield the lines that the csv reader takes, kept in `_taken`."""
         while line := self._waiting.popleft() if self._waiting else self.file.readline():
             self._taken.append(line)
             if (
@@ -129,7 +129,7 @@ class CsvRows:
         return self._taken[index].decode("utf-8-sig" if mark else "utf-8", "surrogateescape")
 
     def _has_stray_quote(self) -> bool:
-        """True if a row of several lines is several rows: its first line and another one each have all fields."""
+        """Return whether a row of several lines is several rows: its first line and another one each have all fields."""
         lines = [
             as_it_stands(self._text(index), self.separator) for index in range(len(self._taken))
         ]
@@ -146,5 +146,5 @@ class CsvRows:
 
 
 def as_it_stands(line: str, separator: str) -> list[str]:
-    """The fields of a line in which quotes mean nothing."""
+    """Split a line into fields where quotes mean nothing."""
     return line.rstrip("\r\n").split(separator)

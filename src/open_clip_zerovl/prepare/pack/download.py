@@ -31,13 +31,13 @@ _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Downloader:
-    """`downloader(url)` returns the bytes, or raises `Failure`. Any thread may call it; proxies come from the environment."""
+    """A function of URLs that any thread may call. Proxies come from the environment."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
 
     def __call__(self, url: str) -> bytes:
-        """The bytes behind a URL.
+        """Fetch the bytes behind a URL.
 
         Raises:
             Failure: no address, no answer, an error of the host, a transfer that breaks off, or a limit that is exceeded.
@@ -106,7 +106,7 @@ class Downloader:
         return b"".join(pieces) if announced else Unannounced(b"".join(pieces))
 
     def _connector(self, url: str, guarded: bool) -> TCPConnector:
-        """Connections to any host; guarded: to public addresses alone. Behind a proxy only the URL's host is checked."""
+        """Make connections to any host, or only to public addresses. Behind a proxy only the URL's host is checked."""
         from aiohttp import TCPConnector
         from aiohttp.resolver import ThreadedResolver
 
@@ -126,7 +126,7 @@ class Downloader:
 
 
 def _is_public(host: str) -> bool:
-    """True for a name, and for an address in the public network."""
+    """Return whether a host is a name, or an address in the public network."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -136,7 +136,11 @@ def _is_public(host: str) -> bool:
 
 
 def _explained(error: BaseException) -> Failure | None:
-    """The Failure for an exception of the network; None for a bug in this program, or too many open files."""
+    """Translate an exception of the network into a Failure.
+
+    Returns:
+        None for a bug in this program, or too many open files.
+    """
     import aiohttp
 
     cause = getattr(error, "os_error", error)  # of aiohttp's errors of connecting

@@ -65,7 +65,7 @@ class Encoding:
     upright: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """The settings for a manifest."""
+        """Return the settings for a manifest."""
         return asdict(self)
 
 
@@ -78,7 +78,7 @@ class Picture(NamedTuple):
 
 
 def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) -> Picture:
-    """A picture as it is stored; it is decoded to its end, so that a truncated one is refused.
+    """Encode a picture as it is stored, decoded to its end, so that a truncated one is refused.
 
     Args:
         hashed: fill in `about`: width and height in pixels of the picture as it is stored, upright, 1 or 0 for "turned",
@@ -148,7 +148,7 @@ def _check_size(image: Image.Image, encoding: Encoding) -> None:
 
 
 def _shrunk(picture: Image.Image, encoding: Encoding) -> Image.Image:
-    """The picture no larger than both limits allow."""
+    """Shrink a picture to both limits."""
     scale = 1.0
     if encoding.shorter_side_px is not None:
         scale = encoding.shorter_side_px / min(picture.size)

@@ -45,7 +45,7 @@ _NAMED = re.compile(r"([^\W_][\w.-]*)=(.+)", re.DOTALL)
 
 
 def named_input(text: str) -> tuple[str | None, Path]:
-    """NAME=INPUT as (name, path); an input without a name has None. A path that exists as it is written is a path."""
+    """Split NAME=INPUT into (name or None, path). A path that exists as it is written is a path."""
     match = _NAMED.fullmatch(text)
     if match and not Path(text).exists():
         return match[1], Path(match[2]).expanduser()
@@ -53,7 +53,8 @@ def named_input(text: str) -> tuple[str | None, Path]:
 
 
 def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
-    """An input as it is; parquet files at https:, hf:// or another address (with braces) as the folder they are fetched into.
+    """Fetch parquet files at https:, hf:// or another address (with braces) into a folder, and leave other inputs as they
+    are.
 
     Files that are there from an earlier call are kept, unless the server says that it has others now (ETag, date, size).
 
@@ -82,7 +83,14 @@ def fetched(text: str, folder: Path, say: Callable[[str], None]) -> str:
 
 
 def _require_same(url: str, file: Path, say: Callable[[str], None]) -> bool:
-    """False if the server does not answer. UserError if it has another file than the one that was fetched."""
+    """Ask the server whether a fetched file is still its own.
+
+    Returns:
+        False if the server does not answer.
+
+    Raises:
+        UserError: it has another file now.
+    """
     try:
         if is_current(url, file):
             return True
@@ -98,7 +106,7 @@ def _require_same(url: str, file: Path, say: Callable[[str], None]) -> bool:
 def open_input(
     path: Path, wanted: Columns, form: str | None = None, templates: Sequence[str] | None = None
 ) -> Reader:
-    """The reader of an input.
+    """Open an input by the reader of its form.
 
     Args:
         path: a file or a folder.
@@ -149,7 +157,7 @@ def _form_of_file(path: Path) -> str:
 
 
 def _form_of_folder(path: Path) -> str:
-    """The form of a folder, from the endings of its first files and the texts beside pictures."""
+    """Find the form of a folder, from the endings of its first files and the texts beside pictures."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return "arrow"
     counts: Counter[str] = Counter()
@@ -214,7 +222,7 @@ def _form_of_folder(path: Path) -> str:
 
 
 def _files(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    """Files of a folder and of those below it that have one of the endings, in order."""
+    """List the files of a folder and of those below it that have one of the endings, in order."""
     return [
         Path(here, name)
         for here, names in walk(folder)

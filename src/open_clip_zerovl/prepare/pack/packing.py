@@ -25,7 +25,6 @@ from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address
 from open_clip_zerovl.prepare.pack.inputs import fetched, named_input, open_input
-from open_clip_zerovl.prepare.pack.page import write_report_page
 from open_clip_zerovl.prepare.pack.rows import Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.pack.split import exclude, hold_out, split_by_folders
 from open_clip_zerovl.prepare.pack.store import PairDatabase
@@ -53,7 +52,7 @@ def pack(
     work: Work | None = None,
     content: str | None = None,
 ) -> dict[str, Any]:
-    """Pack inputs into shards, or go on with an interrupted call; returns the report.
+    """Pack inputs into shards, or go on with an interrupted call, and return the report.
 
     Args:
         inputs: files and folders; `NAME=INPUT` makes an input a source of its own.
@@ -188,7 +187,7 @@ def _finish(
         report["settings"] = settings.described()
         reports.write_refused(store, out / "refused.csv")
         reports.write_origins(store, out / "origins.csv.gz")
-        write_report_page(out, report, store, contents)
+        reports.write_report_page(out, report, store, contents)
     write_atomically(out / REPORT_FILE, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return report
 
@@ -207,7 +206,7 @@ def announced(words: str, progress: bool) -> Iterator[None]:
 
 
 def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
-    """UserError if the output lies in a folder that is read: a later call would pack its own output."""
+    """Refuse an output in a folder that is read: a later call would pack its own output."""
     target = out.absolute()
     for reader in readers:
         if reader.path.is_dir() and (target == reader.path or reader.path in target.parents):
@@ -235,11 +234,18 @@ def content_of_input(reader: Reader, pictures: Iterable[str]) -> list[str | None
 
 
 def _begin(out: Path, state: dict[str, Any]) -> bool:
-    """Claim the folder for these inputs and settings; True if all is done. UserError for a folder with other contents."""
+    """Claim the folder for these inputs and settings.
+
+    Returns:
+        True if all is done.
+
+    Raises:
+        UserError: a folder with other contents.
+    """
     complete = (out / REPORT_FILE).is_file()
 
     def restart(stored: dict[str, Any]) -> bool:
-        """Pictures that were read can be used with these settings, or no picture was read; and no shard is written yet."""
+        """Return whether no shard is written yet, and no picture was read with other settings."""
         same_pictures = _early(stored) == _early(json.loads(json.dumps(state)))
         read = any(
             path.is_file() and not path.name.startswith(".") for path in (out / SCRATCH).rglob("*")
@@ -251,12 +257,12 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
 
 
 def _early(state: dict[str, Any]) -> dict[str, Any]:
-    """The part of a state that decides how pictures are read, without the part that only the shards depend on."""
+    """Select the part of a state that decides how pictures are read."""
     return {name: value for name, value in state.items() if name not in _LATE}
 
 
 def _nothing(store: PairDatabase, readers: Sequence[Reader]) -> str:
-    """The sentence for inputs without a usable row."""
+    """Write the sentence for inputs without a usable row."""
     refused = reports.refused(store)
     if not refused:
         return f"{', '.join(str(reader.path) for reader in readers)} has no rows: check the input"

@@ -16,7 +16,7 @@ _NOT_UTF8 = b"\xff"  # stands for a text that is not UTF-8
 
 
 def pyarrow() -> Any:
-    """The package, imported on first use: an extra of this project."""
+    """Import the package on first use, which is an extra of this project."""
     import pyarrow as package
     import pyarrow.parquet
 
@@ -31,7 +31,11 @@ def opened(file: Path) -> Any:
 
 @contextmanager
 def faults_named(file: object, fault: str) -> Iterator[None]:
-    """UserError with these words for errors of pyarrow."""
+    """Name errors of pyarrow by these words.
+
+    Raises:
+        UserError: an error of pyarrow.
+    """
     try:
         yield
     except (pyarrow().ArrowException, OSError) as error:
@@ -39,7 +43,7 @@ def faults_named(file: object, fault: str) -> Iterator[None]:
 
 
 def picture_columns(schema: Any) -> list[str]:
-    """The columns that hold pictures by their type (bytes, or Hugging Face's image), one called `image` first."""
+    """List the columns that hold pictures by their type (bytes, or Hugging Face's image), one called `image` first."""
     arrow = pyarrow()
     binary, is_struct = (arrow.binary(), arrow.large_binary()), arrow.types.is_struct
     kinds = zip(schema.names, schema.types, strict=True)
@@ -52,7 +56,7 @@ def picture_columns(schema: Any) -> list[str]:
 
 
 def class_columns(schema: Any) -> dict[str, list[str]]:
-    """Return column -> names of the classes, of the columns of ClassLabel that `datasets` has noted; the finest first."""
+    """Return column -> names of the classes, of the columns of ClassLabel that `datasets` has noted, the finest first."""
     try:
         about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = about["info"]["features"]
@@ -68,7 +72,7 @@ def class_columns(schema: Any) -> dict[str, list[str]]:
 
 
 def rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """The rows of Arrow's record batches; bytes that are not UTF-8 in place of a text that is not."""
+    """Yield the rows of Arrow's record batches, with bytes that are not UTF-8 in place of a text that is not."""
 
     def value(cell: Any) -> Any:
         try:

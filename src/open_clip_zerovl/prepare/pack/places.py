@@ -15,7 +15,7 @@ from open_clip_zerovl.prepare.pack.rows import ADDRESS, Row
 
 
 def public_name(name: str) -> str:
-    """The name of a picture that shards may show: without the folders of an absolute path, or an address' user and query."""
+    """Name a picture as shards may show it: without the folders of an absolute path, or an address' user and query."""
     name = name.strip()
     if name.lower().startswith(ADDRESS):
         return re.sub(r"^(\w+://)[^/]*@", r"\1", name.partition("?")[0])
@@ -48,7 +48,7 @@ class Places:
         self._names: dict[str, tuple[Counter[str], list[str]]] = {}  # of folders
 
     def place(self, name: str) -> str:
-        """An address as it is, a path made absolute."""
+        """Make a path absolute, and leave an address as it is."""
         name = name.strip()
         if name.lower().startswith(ADDRESS) or not name:
             return name
@@ -57,7 +57,7 @@ class Places:
         return path if os.path.exists(path) else self._otherwise(path) or path
 
     def _otherwise(self, path: str) -> str | None:
-        """Return the file that a path means which is not there as it is written; None if there is none.
+        """Return the file that a path means which is not there as it is written, None if there is none.
 
         Tables are written on Windows, on a Mac (decomposed letters), with %20, without case, and with `#0` behind the name of
         a picture (Flickr30K's captions).
@@ -77,7 +77,11 @@ class Places:
         return os.path.join(folder, next(each for each in names if each.lower() == name.lower()))
 
     def checked(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows. UserError if not one of the first pictures exists."""
+        """Yield the rows.
+
+        Raises:
+            UserError: not one of the first pictures exists.
+        """
         rows, held = iter(rows), []
         missing: list[Row] = []
         for row in rows:
@@ -124,7 +128,7 @@ class Places:
         )
 
     def _found_elsewhere(self, picture: str) -> str | None:
-        """A folder, the file's own or below it, from which this path, or else its last part, leads to a file."""
+        """Find a folder, the file's own or below it, from which this path, or else its last part, leads to a file."""
         name, seen = os.path.basename(picture), 0
         for folder, _, names in os.walk(self.file.parent):
             if name in names:

@@ -1,4 +1,4 @@
-"""The report of a call: numbers for `report.json`, lines for a terminal, tables of refused and of packed rows."""
+"""The report of a call: numbers for `report.json`, lines for a terminal, tables of refused and of packed rows, a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import csv
 import gzip
 import io
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.data.names import FEWEST_PICTURES
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack.rows import Reader
-from open_clip_zerovl.prepare.pack.store import PairDatabase
+from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
+from open_clip_zerovl.report.html import thumbnail, write_page
 from open_clip_zerovl.report.verdicts import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
+from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded
 from open_clip_zerovl.shards.tar import BYTES_BEHIND
 from open_clip_zerovl.shards.texts import UNMARKED, WORDS_FOR_NOTHING
 
@@ -48,7 +51,7 @@ ADVICE = {  # reason of refused rows -> remedy
 def summarize(
     store: PairDatabase, readers: Sequence[Reader], written: Sequence[dict[str, Any]], out: Path
 ) -> dict[str, Any]:
-    """All numbers of the report.
+    """Compute all numbers of the report.
 
     Args:
         store: with its samples split.
@@ -126,7 +129,7 @@ def _split_notes(store: PairDatabase, input: int, reader: Reader) -> list[str]:
 
 
 def _class_notes(store: PairDatabase, input: int) -> list[str]:
-    """A note on pictures that several classes hold, if the first row of one is of this input."""
+    """Note pictures that several classes hold, if the first row of one is of this input."""
     count, first = store.db.execute(
         "SELECT COUNT(*), MIN(place) FROM (SELECT MIN(place) AS place FROM good WHERE label IS NOT NULL GROUP BY source, key "
         "HAVING COUNT(DISTINCT label) > 1 AND MIN(input) = ?)",
@@ -163,12 +166,12 @@ def refused(store: PairDatabase) -> dict[str, Any]:
 
 
 def where(file: str, line: int) -> str:
-    """`pets.csv line 17`, or the file alone."""
+    """Write `pets.csv line 17`, or the file alone."""
     return f"{file} line {line}" if line else file
 
 
 def write_refused(store: PairDatabase, path: Path) -> None:
-    """Every row that is not in the shards as CSV: file, line, reason, the picture's place."""
+    """Write every row that is not in the shards as CSV: file, line, reason, the picture's place."""
     rows = store.db.execute(
         "SELECT file, line, COALESCE(rows.reason, pictures.reason, dropped) AS why, place FROM rows LEFT JOIN pictures ON "
         "pictures.number = rows.picture LEFT JOIN samples ON samples.key = pictures.key AND samples.source = rows.source "
@@ -179,7 +182,9 @@ def write_refused(store: PairDatabase, path: Path) -> None:
 
 
 def write_origins(store: PairDatabase, path: Path) -> None:
-    """Every row that is in a sample, as gzipped CSV: the sample's key, source and split, file and line, the picture's place."""
+    """Write every row that is in a sample, as gzipped CSV: the sample's key, source and split, file and line, the picture's
+    place.
+    """
     rows = store.db.execute(
         "SELECT key, source, split, file, line, good.place FROM good JOIN samples USING (key, source) WHERE dropped IS NULL "
         "ORDER BY row"
@@ -200,7 +205,7 @@ def _write_csv(file: Any, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:
-    """The report for a terminal, without the commands; lengths, sizes and repetitions are on the page."""
+    """Write the report for a terminal, without the commands. Lengths, sizes and repetitions are on the page."""
     texts = []
     for entry in report["inputs"][:3]:
         texts += [f"{entry['input']}: {entry['form']}, {entry['columns']}; {entry['rows']:,} rows"]
@@ -265,7 +270,8 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
 
 
 def commands(report: dict[str, Any], out: Path) -> list[str]:
-    """Commands to type next, with the strings of this data: a released model fine-tuned, and a training from nothing.
+    """Write the commands to type next with the strings of this data: a model fine-tuned, encoders aligned, a training from
+    nothing.
 
     A training from nothing is proposed for `FEWEST` pictures or more; for fewer, an evaluation of the released model on the
     pictures that are held out.
@@ -310,7 +316,7 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
 
 
 def next_line(report: dict[str, Any]) -> str:
-    """The line above the commands."""
+    """Write the line above the commands."""
     if few_to_hold_out(report):
         return f"{report['pictures']} pictures are too few to train on: `zerovl finetune` needs {FEWEST_PICTURES}"
     if too_few(report):
@@ -368,18 +374,18 @@ def models_at_hand() -> tuple[str, str, str]:
 
 
 def few_to_hold_out(report: dict[str, Any]) -> bool:
-    """True if nothing is held out, and there are too few pictures for `zerovl finetune` to hold some out."""
+    """Return whether nothing is held out, and `zerovl finetune` has too few pictures to hold some out."""
     nothing = all(part["split"] == "train" for part in report["written"])
     return nothing and report["pictures"] < FEWEST_PICTURES
 
 
 def too_few(report: dict[str, Any]) -> bool:
-    """True if there are too few training pictures to train a model from nothing."""
+    """Return whether there are too few training pictures to train a model from nothing."""
     return sum(part["pictures"] for part in report["written"] if part["split"] == "train") < FEWEST
 
 
 def batch_size(pictures: int) -> int:
-    """A micro-batch for a first run: a power of two up to 128, of which the smallest source has several."""
+    """Choose a micro-batch for a first run: a power of two up to 128, of which the smallest source has several."""
     return max((size for size in (2, 4, 8, 16, 32, 64, 128) if size * 4 <= pictures), default=1)
 
 
@@ -417,7 +423,7 @@ def _repeated_rows(store: PairDatabase) -> int:
 
 
 def _repeated_captions(store: PairDatabase) -> dict[str, Any]:
-    """The number of pictures with a caption that another picture has too, and the captions with most pictures."""
+    """Count the pictures with a caption that another picture has too, and list the captions with most pictures."""
     store.db.execute(
         "CREATE TEMP TABLE IF NOT EXISTS repeated AS SELECT text, COUNT(DISTINCT key) AS pictures FROM texts GROUP BY text "
         "HAVING COUNT(DISTINCT key) > 1"
@@ -434,7 +440,7 @@ def _repeated_captions(store: PairDatabase) -> dict[str, Any]:
 
 
 def _best_rsum(store: PairDatabase) -> float:
-    """RSUM of the best possible model on these pairs: it cannot tell pictures of one text apart by the text.
+    """Compute RSUM of the best possible model, which cannot tell pictures of one text apart by the text.
 
     A text with n pictures finds its own among K with the probability K/n, and the picture its text likewise.
     """
@@ -448,7 +454,7 @@ def _best_rsum(store: PairDatabase) -> float:
 
 
 def _repeated_pictures(store: PairDatabase) -> dict[str, Any]:
-    """The number of rows with the picture of an earlier row of their source, and the pictures with most rows."""
+    """Count the rows with the picture of an earlier row of their source, and list the pictures with most rows."""
     store.db.execute(
         "CREATE TEMP TABLE IF NOT EXISTS often AS SELECT key, source, COUNT(*) AS n, COUNT(DISTINCT number) AS files FROM good "
         "GROUP BY source, key HAVING COUNT(*) > 1"
@@ -482,3 +488,63 @@ def _sizes(store: PairDatabase) -> dict[str, Any]:
         "shrunk": int(rows[:, 4].sum()),
         "whitened": int(rows[:, 5].sum()),
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------- a page
+
+_SAMPLES = 12  # shown of a source and split
+_SOURCES = 8
+_Figures = list[tuple[str | None, str]]
+
+
+def write_report_page(
+    out: Path, report: dict[str, Any], store: PairDatabase, contents: Callable[[Stored], bytes]
+) -> None:
+    """Write `report.html`.
+
+    Args:
+        out: the folder of the shards.
+        report: of `report.summarize`.
+        store: with its samples split.
+        contents: a sample's bytes.
+    """
+
+    def figures(samples: Iterable[tuple[Stored | None, str]]) -> _Figures:
+        return [
+            (_thumbnail(contents(sample)), words) for sample, words in samples if sample is not None
+        ]
+
+    samples = []
+    for part in report["written"][: 2 * _SOURCES]:
+        some = [
+            (sample, " / ".join(texts))
+            for sample, texts, _ in islice(store.pairs(part["source"], part["split"]), _SAMPLES)
+        ]
+        heading = f"{part['source']} {part['split']}: {len(some)} of {part['pictures']:,}"
+        samples.append((heading, figures(some)))
+    often = [
+        (
+            store.sample(entry["source"], entry["key"]),
+            f"{entry['rows']:,} rows, {entry['files']:,} file{'s' * (entry['files'] > 1)}",
+        )
+        for entry in report["repeated_pictures"]["most"]
+    ]
+    best = report["repeated_captions"]["best_rsum"]
+    write_page(
+        out / "report.html",
+        "pack.html",
+        title="What was packed",
+        report=report,
+        next_line=next_line(report),
+        commands=commands(report, out),
+        samples=samples,
+        often=figures(often),
+        few_captions=SHARED_CAPTIONS if best < LOW_BEST else "",
+    )
+
+
+def _thumbnail(content: bytes) -> str | None:
+    try:
+        return thumbnail(decoded(content, lambda opened: as_shown(opened).copy()))
+    except BadPicture:
+        return None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.splits import FolderSplits, by_file_name, split_above
 from open_clip_zerovl.prepare.pack.columns import is_utf8
 from open_clip_zerovl.prepare.pack.encode import Failure
@@ -75,7 +76,11 @@ class Reader(ABC):
 
     @abstractmethod
     def rows(self) -> Iterator[Row]:
-        """The rows, the same at each call. UserError for an input of another form."""
+        """Yield the rows, the same at each call.
+
+        Raises:
+            UserError: an input of another form.
+        """
 
     def places_outside(self) -> Iterator[str]:
         """Iterate over the paths and addresses of the pictures that are not in the input itself."""
@@ -86,7 +91,7 @@ class Reader(ABC):
                 yield row.place
 
     def _splits_of_files(self) -> FolderSplits:
-        """The splits of an input whose files hold many pairs each."""
+        """Find the splits of an input whose files hold many pairs each."""
         names = (by_file_name(self.inside(file)) for file in self.files)
         return FolderSplits(names, split_above(self.path))
 
@@ -97,7 +102,11 @@ class Reader(ABC):
         return file.name if file == self.path else str(file.relative_to(self.path))
 
     def obtain(self, place: str) -> bytes:
-        """The bytes of a picture of this input; any thread may call it, and at any time. Failure if there is none."""
+        """Read the bytes of a picture of this input, in any thread and at any time.
+
+        Raises:
+            Failure: there is none.
+        """
         return read_file(place)
 
 
@@ -109,7 +118,11 @@ def word_of(cell: Any) -> str:
 def read_file(
     path: str | Path, *, most_bytes: int = LARGEST_PICTURE_BYTES, kind: str = "picture"
 ) -> bytes:
-    """The bytes of a file that holds a picture or captions. Failure if `read_foreign` finds or reads none."""
+    """Read a file that holds a picture or captions.
+
+    Raises:
+        Failure: `read_foreign` finds or reads none.
+    """
     try:
         return read_foreign(path, most_bytes)
     except BadFile as error:
@@ -149,7 +162,7 @@ class SourceNames:
     known: dict[str, str]
 
     def of(self, value: Any) -> tuple[str | None, str]:
-        """(name of the source, why there is none) of a row with this value in the source column.
+        """Return (name of the source, why there is none) of a row with this value in the source column.
 
         Raises:
             UserError: two values give one name, or there are more sources than a mixture has.
@@ -176,7 +189,57 @@ class SourceNames:
 
 
 def source_name(text: str) -> str:
-    """A text as the name of a source and a folder: letters of any script, digits and ._-"""
+    """Turn a text into the name of a source and a folder: letters of any script, digits and ._-"""
     name = re.sub(r"[^\w.-]+", "-", unicodedata.normalize("NFC", text)).strip("-._")
     name = name.encode("utf-8", "ignore")[:_LONGEST_BYTES].decode("utf-8", "ignore") or "source"
     return f"{name}-source" if name.lower() in _RESERVED else name
+
+
+# --------------------------------------------------------------------------------------------------- captions of classes
+
+#: Caption of a class. One alone: pictures of a class then share it, which `--positives caption` needs.
+TEMPLATE = "a photo of a {}."
+#: CLIP's short list for zero-shot classification, an ensemble over the texts of a class.
+ZERO_SHOT_TEMPLATES = (
+    *("itap of a {}.", "a bad photo of the {}.", "a origami {}.", "a photo of the large {}."),
+    *("a {} in a video game.", "art of the {}.", "a photo of the small {}."),
+)
+NAME_THEM = f"name the classes by their folders, or in a {CLASS_NAMES} there (a name a line, in the order of the classes)"
+# A word that is spoken with a vowel first: an hourglass, an umbrella; but a unicycle, a European.
+_VOWEL_FIRST = re.compile(r"hour|heir|honest|honou?r|(?!uni|use|uk|eu|one\b)[aeiou]", re.IGNORECASE)
+
+
+class ClassTemplates:
+    """The templates of a call.
+
+    Args:
+        given: those of the command line; None for TEMPLATE.
+
+    Attributes:
+        captions: templates of the captions of training.
+        zero_shot: those of zero-shot classification.
+        given: whether the command line gives them.
+
+    Raises:
+        UserError: a template without a place for the class, or with several.
+    """
+
+    def __init__(self, given: Sequence[str] | None) -> None:
+        self.given = given is not None
+        self.captions = tuple(given or (TEMPLATE,))
+        self.zero_shot = tuple(given or ZERO_SHOT_TEMPLATES)
+        if wrong := [template for template in self.captions if template.count("{}") != 1]:
+            raise UserError(
+                f"--template {wrong[0]!r} has no place for the class, or several: write {{}} once, as in {TEMPLATE!r}"
+            )
+
+    def of(self, words: str) -> list[str]:
+        """Return (name of the source, why there is none) of a row with this value in the source column."""
+        return [class_caption(template, words) for template in self.captions]
+
+
+def class_caption(template: str, label: str) -> str:
+    """Put a class in place of `{}`. "a" before it becomes "an" where the class begins with a spoken vowel."""
+    if _VOWEL_FIRST.match(label):
+        template = re.sub(r"\b([Aa]) \{\}", r"\1n {}", template)
+    return template.replace("{}", label)

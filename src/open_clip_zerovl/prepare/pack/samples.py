@@ -17,11 +17,17 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.class_words import class_order, class_words, names_beside
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column
-from open_clip_zerovl.prepare.pack.classes import NAME_THEM, ClassTemplates
 from open_clip_zerovl.prepare.pack.columns import find, guess_captions
 from open_clip_zerovl.prepare.pack.columns import listed as shown_names
 from open_clip_zerovl.prepare.pack.encode import Failure
-from open_clip_zerovl.prepare.pack.rows import Reader, Row, read_file, word_of
+from open_clip_zerovl.prepare.pack.rows import (
+    NAME_THEM,
+    ClassTemplates,
+    Reader,
+    Row,
+    read_file,
+    word_of,
+)
 from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.pictures import (
@@ -90,7 +96,7 @@ class SampleReader(Reader):
         self.columns = f"caption {shown_names(self.keys)} of the .json files{guessed}"
 
     def _row(self, row: Row, text: bytes | None, table: bytes | None) -> Row:
-        """A row with the captions and the source of its sample."""
+        """Make a row with the captions and the source of its sample."""
         fields: dict[str, Any] | None = {}
         if table is not None and (self.keys or self.wanted.source or self.split_column):
             fields = object_of(table)
@@ -240,10 +246,12 @@ class ClassReader(Reader):
 
 
 def class_levels(pictures: Iterable[str]) -> int | None:
-    """Levels of folders around pictures of classes: 1 for `CLASS/1.jpg`, 2 for `SOURCE/CLASS/1.jpg`; None for other
-    layouts, and for fewer than two classes.
+    """Count the levels of folders around pictures of classes: 1 for `CLASS/1.jpg`, 2 for `SOURCE/CLASS/1.jpg`.
 
     Folders that are the only one at the top, as archives have them, do not count.
+
+    Returns:
+        None for other layouts, and for fewer than two classes.
     """
     folders = {os.path.dirname(picture) for picture in pictures}
     depths = {folder.count(os.sep) + bool(folder) for folder in folders}

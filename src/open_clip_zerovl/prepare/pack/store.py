@@ -74,7 +74,7 @@ class Stored(NamedTuple):
 
 
 class PairDatabase:
-    """The tables; one thread uses it."""
+    """The tables of a call. Not thread-safe."""
 
     def __init__(self, path: Path, *, seed: int) -> None:
         path.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ class PairDatabase:
         self.db.close()
 
     def number_of(self, place: str | bytes, input: int, name: str = "") -> tuple[int, bool]:
-        """(number of the picture at a place, or with these bytes; whether it is new)."""
+        """Return the number of the picture at a place, or with these bytes, and whether it is new."""
         digest = bytes.fromhex(digest_of(place))  # of bytes another one than of a place
         known = self.db.execute("SELECT number FROM pictures WHERE hash = ?", (digest,)).fetchone()
         if known:
@@ -114,7 +114,7 @@ class PairDatabase:
         captions: list[str],
         reason: str,
     ) -> None:
-        """Keep a row of an input: its source, the number of its picture, its captions; or why it is refused."""
+        """Keep a row of an input: its source, the number of its picture, its captions, or why it is refused."""
         self.row_count += 1
         label = row.label and _shown(row.label)
         split = split_of_word(row.split) or ""
@@ -139,7 +139,7 @@ class PairDatabase:
         )
 
     def add_outcomes(self, first: int, outcomes: Mapping[int, RowOutcome]) -> None:
-        """Keep the outcomes of pictures; their numbers are counted from `first`."""
+        """Keep the outcomes of pictures, whose numbers are counted from `first`."""
         about = ("key", "width", "height", "bytes", "sum", "turned", "shrunk", "whitened")
         self.db.executemany(
             f"UPDATE pictures SET {', '.join(f'{name}=?' for name in about)}, extension=?, offset=?, size=?, reason=?, "
@@ -185,7 +185,7 @@ class PairDatabase:
         )
 
     def sources(self) -> list[str]:
-        """Names of the sources that have samples, in order."""
+        """Name the sources that have samples, in order."""
         return [
             name
             for (name,) in self.db.execute("SELECT DISTINCT source FROM samples ORDER BY source")
@@ -199,13 +199,13 @@ class PairDatabase:
         )
 
     def samples(self, source: str, split: str) -> Iterator[Stored]:
-        """The samples to be written, in their order."""
+        """Yield the samples to be written, in their order."""
         return self._stored(
             "samples.source = ? AND split = ? ORDER BY position, samples.key", source, split
         )
 
     def sample(self, source: str, key: str) -> Stored | None:
-        """One sample of a source; None if it is dropped."""
+        """Return one sample of a source, None if it is dropped."""
         return next(self._stored("samples.source = ? AND samples.key = ?", source, key), None)
 
     def _stored(self, which: str, *parameters: str) -> Iterator[Stored]:
@@ -217,7 +217,7 @@ class PairDatabase:
         return (Stored(*row) for row in cursor)
 
     def pairs(self, source: str, split: str) -> Iterator[tuple[Stored, list[str], str | None]]:
-        """The samples to be written, in their order, each with its captions in the order of the rows, and its class.
+        """Yield the samples to be written, in their order, each with its captions in the order of the rows, and its class.
 
         The class is the first one that a row gives the picture; None if no row does.
         """
@@ -239,7 +239,7 @@ class PairDatabase:
         return {label: counts[label] for label in sorted(counts, key=class_order)}
 
     def has_classes(self, source: str) -> bool:
-        """True if a picture of the source has a class."""
+        """Return whether a picture of the source has a class."""
         return bool(
             self.value(
                 "SELECT EXISTS (SELECT 1 FROM good WHERE label IS NOT NULL AND source = ?)", source
@@ -247,10 +247,10 @@ class PairDatabase:
         )
 
     def value(self, query: str, *parameters: Any) -> Any:
-        """The one value that a query gives."""
+        """Return the one value that a query gives."""
         return self.db.execute(query, parameters).fetchone()[0]
 
 
 def _shown(text: str) -> str:
-    """A name whose bytes that are not UTF-8 are written as escapes."""
+    """Write a name with escapes for bytes that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -53,7 +53,7 @@ def write_split(
     templates: Sequence[str],
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write the shards of a source and split that are not yet written; they differ by at most one sample in size.
+    """Write the shards of a source and split that are not yet written. They differ by at most one sample in size.
 
     Returns:
         Source, split, pictures, captions, shards, bytes.
@@ -147,7 +147,7 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _begin(folder: Path, claim: dict[str, Any]) -> None:
-    """Claim the folder of a split; shards of other samples, as before `--retry-failed`, are removed, the manifest last."""
+    """Claim the folder of a split, and remove shards of other samples, as before `--retry-failed`."""
     known = read_manifest(folder)
     if {name: known.get(name) for name in claim} != claim:
         for file in (*folder.glob("*.tar"), folder / SHARD_COUNT, folder / SIZES_FILE):
@@ -157,7 +157,7 @@ def _begin(folder: Path, claim: dict[str, Any]) -> None:
 
 
 def _digest(store: PairDatabase, source: str, split: str) -> str:
-    """A hash of all samples in their order: keys, captions, names of files, classes."""
+    """Hash all samples in their order: keys, captions, names of files, classes."""
     pairs = store.pairs(source, split)
     return digest_of_all(
         [stored.key, captions, stored.name, label] for stored, captions, label in pairs

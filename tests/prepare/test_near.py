@@ -14,9 +14,17 @@ from PIL import Image, ImageOps
 
 from open_clip_zerovl.cli import program as cli
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.prepare.dedup import near
-from open_clip_zerovl.prepare.dedup.near import BITS, NEAR, NearIndex, picture_hashes
-from open_clip_zerovl.prepare.dedup.overlap import SHOWN, NearPair, Overlap, write_overlap
+from open_clip_zerovl.prepare import near
+from open_clip_zerovl.prepare.near import (
+    BITS,
+    NEAR,
+    SHOWN,
+    NearIndex,
+    NearPair,
+    Overlap,
+    picture_hashes,
+    write_overlap,
+)
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.tar import Sample, read_samples
 from open_clip_zerovl.shards.writing import write_retrieval_set

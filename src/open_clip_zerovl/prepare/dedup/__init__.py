@@ -1,1 +1,0 @@
-"""Near-duplicate pictures: hashes, overlap with test sets, and leaving them out."""
