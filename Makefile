@@ -69,7 +69,7 @@ paper-weights: $(STAMP) ## the released weights beside the paper's numbers: CHEC
 	$(strip $(BIN)/python -m scripts.paper.weights $(call quoted,$(CHECKPOINT)) $(if $(COCO),--coco $(call quoted,$(COCO))) \
 		$(if $(F30K),--f30k $(call quoted,$(F30K))) $(if $(TEXT_MODEL),--text-model $(call quoted,$(TEXT_MODEL))) $(ARGS))
 
-recipes: $(STAMP) ## list the paper's runs: make train-14m DATA=DIR [DRY_RUN=1] starts one, make plan-14m says what it takes
+recipes: $(STAMP) ## list the paper's runs: make train-14m (finetune-coco ...) DATA=DIR [DRY_RUN=1] starts one, make plan-14m says what it takes
 	$(RECIPE) --list
 
 check: $(STAMP) ## lint, format and types

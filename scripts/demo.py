@@ -33,17 +33,16 @@ from tqdm import tqdm
 
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.processes import TrainingProcess
+from open_clip_zerovl.core.processes import TrainingProcess, start_training
 from open_clip_zerovl.report.record import RECORD, read_record
-from scripts.drawn.emoji import EMOJI
-from scripts.drawn.make import prepare_drawn
-from scripts.drawn.training import TrainingRun, drawn_flags, flag_values
+from scripts.drawn.emoji import SOURCES
+from scripts.drawn.make import HELD_OUT, prepare_emoji
 from scripts.paper import bias
 
 SAMPLINGS = ("random", "debiased")
 EPOCHS = 20
 # RSUM of a random order of a source's held-out pairs.
-CHANCE = 2 * 100 * (1 + 5 + 10) / EMOJI.held_out_per_source
+CHANCE = 2 * 100 * (1 + 5 + 10) / HELD_OUT
 _COMPARED = "the two runs are debiased and random sampling"
 _PLACE = "a run's place is below demo/ (python -m scripts.demo --out DIR)"
 # Flags that the demo sets itself, and why.
@@ -59,28 +58,54 @@ OWN_FLAGS = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Attributes as the command line's."""
+class Run:
+    """One of the two trainings.
 
-    data: Path
-    out: Path
-    epochs: int
-    seed: int
-    split: str
-    flags: tuple[str, ...] = ()
+    Attributes:
+        folder: --logs/--name.
+        flags: all other flags; of a flag that comes twice training takes the last.
+    """
 
-    def run_of(self, sampling: str) -> TrainingRun:
-        """The training with a kind of sampling."""
-        flags = drawn_flags(
-            self.data, sampling=sampling, epochs=self.epochs, seed=self.seed,
-            more=["--save-every-steps", "200", *self.flags],
-        )  # fmt: skip
-        # Other flags have another place, so that a call deletes no earlier call's run.
-        epochs = [] if self.epochs == EPOCHS else [f"epochs {self.epochs}"]
-        seed = flag_values(flags)["--seed"][-1]
-        words = [f"{sampling} seed{seed}", *epochs, *self.flags]
-        name = re.sub("[^A-Za-z0-9.]+", "-", " ".join(words))
-        return TrainingRun(self.out / "runs" / name[:100], tuple(flags))
+    folder: Path
+    flags: tuple[str, ...]
+
+    def value(self, flag: str) -> str:
+        """Return the last value of a flag."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument(flag, dest="value")
+        return parser.parse_known_args(self.flags)[0].value
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last one."""
+        return self.folder / "checkpoints" / f"epoch_{self.value('--epochs')}.pt"
+
+    def start(self) -> TrainingProcess:
+        """Start or go on, with one thread a process: small models scale badly over threads."""
+        place = ["--logs", str(self.folder.parent), "--name", self.folder.name]
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        log = self.folder.with_name(f"{self.folder.name}.log")
+        return start_training([*self.flags, *place, "--resume", "latest"], log=log, threads=1)
+
+
+def run_of(sampling: str, options: argparse.Namespace) -> Run:
+    """Return the training with a kind of sampling, its flags chosen on the validation split (docs/models.md)."""
+    data, more = options.data, options.flags
+    warmup = [] if any(word.startswith("--warmup") for word in more) else ["--warmup-share", "0.05"]
+    flags = [
+        "--model", "zerovl-emoji", "--text-model", str(data / "bert"),
+        "--train-data", "::".join(f"{source}={data / source}" for source in SOURCES), "--sampling", sampling,
+        "--batch-size", "32", "--dga-steps", "2", "--dga-retain", "auto",
+        "--epochs", str(options.epochs), "--lr", "1e-3", "--lr-min", "1e-4", "--wd", "0.1", *warmup,
+        "--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6",
+        "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)",
+        "--precision", "fp32", "--workers", "0", "--seed", str(options.seed),
+        "--log-every-n-steps", "10", "--save-frequency", "0", "--save-every-steps", "200", *more,
+    ]  # fmt: skip
+    # Other flags have another place, so that a call takes up no earlier call's run.
+    epochs = [] if options.epochs == EPOCHS else [f"epochs {options.epochs}"]
+    words = [f"{sampling} seed{options.seed}", *epochs, *more]
+    return Run(options.out / "runs" / re.sub("[^A-Za-z0-9.]+", "-", " ".join(words)), tuple(flags))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,10 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "flags", nargs="*", metavar="-- FLAGS", help="training flags for both runs, after --"
     )
-    settings = Settings(**vars(parser.parse_args(argv)))
+    options = parser.parse_args(argv)
     try:
-        check_flags(settings.flags)
-        return run(settings)
+        check_flags(options.flags)
+        return run(options)
     except UserError as error:
         print(f"demo: error: {error}", file=sys.stderr)
         return 2
@@ -124,19 +149,18 @@ def check_flags(flags: Sequence[str]) -> None:
     Raises:
         UserError: a flag that the demo sets itself.
     """
-    for name in flag_values(flags):
+    for name in (word.split("=")[0] for word in flags):
         if name in OWN_FLAGS:
             raise UserError(f"the demo sets {name} itself: {OWN_FLAGS[name]}; leave it out")
 
 
-def run(settings: Settings) -> int:
-    """Data, two trainings, comparison, export; returns the exit status."""
+def run(options: argparse.Namespace) -> int:
+    """Make the data, train twice, compare, export; returns the exit status."""
     start = time.monotonic()
-    runs = {sampling: settings.run_of(sampling) for sampling in SAMPLINGS}
-    flags = flag_values(runs["debiased"].flags)
-    epochs = int(flags["--epochs"][-1])
+    runs = {sampling: run_of(sampling, options) for sampling in SAMPLINGS}
+    epochs = int(runs["debiased"].value("--epochs"))
     print("1/4 Data: four emoji sets as four sources", flush=True)
-    prepare_drawn(EMOJI, settings.data)
+    prepare_emoji(options.data)
     print(
         f"2/4 Training: the same model with random and with debiased sampling, at the same time, {epochs} epochs\n  A random "
         f"order has RSUM {CHANCE:g} within a source; 20 epochs (4 minutes on 2 cores) reach about 230 to 260, and a few epochs "
@@ -147,11 +171,10 @@ def run(settings: Settings) -> int:
     print("3/4 Measuring both on pairs that were held out of their source", flush=True)
     models = [f"{sampling}={run.checkpoint}" for sampling, run in runs.items()]
     data = "::".join(
-        f"{source}={settings.data / f'{settings.split}-across' / source}"
-        for source in EMOJI.sources
+        f"{source}={options.data / f'{options.split}-across' / source}" for source in SOURCES
     )
     fields = ("--concept", "concept", "--held-out", "held_out")
-    out = settings.out / "bias"
+    out = options.out / "bias"
     words = [*models, "--data", data, *fields, "--out", str(out), "--device", "cpu"]
     print(f"\npython -m scripts.paper.bias {shlex.join(words)}", flush=True)
     table = io.StringIO()
@@ -164,7 +187,7 @@ def run(settings: Settings) -> int:
         "4/4 Export: a folder that stock open_clip loads, tested in a process without this package",
         flush=True,
     )
-    exported = settings.out / flags["--model"][-1].replace("/", "-")
+    exported = options.out / runs["debiased"].value("--model").replace("/", "-")
     call("export", str(runs["debiased"].checkpoint), str(exported), "--force")
     check_stock_loading(exported)
     print(f"Done in {time.monotonic() - start:.0f} s.")
@@ -189,20 +212,18 @@ def check_status(program: str, status: int) -> None:
         raise UserError(f"{program} ended with status {status}")
 
 
-def train(runs: dict[str, TrainingRun], epochs: int) -> None:
-    """Both runs at the same time, with progress bars; finished runs with the same flags are kept, interrupted ones go on.
+def train(runs: dict[str, Run], epochs: int) -> None:
+    """Train both at the same time, with progress bars; a finished run is kept, an interrupted one goes on.
 
     Raises:
         UserError: a run ended with an error.
     """
     children: dict[str, TrainingProcess] = {}
     for sampling, run in runs.items():
-        if run.is_finished:
+        if run.checkpoint.is_file():
             print(f"  {sampling}: {run.checkpoint} exists; remove it to train again")
             continue
-        if run.folder.exists() and not run.was_asked_for:
-            print(f"  {sampling}: {run.folder} holds a run with other flags; trained again")
-        children[sampling] = run.start(resume=True)
+        children[sampling] = run.start()
     form = "{desc} {percentage:3.0f}% |{bar}| {n:.1f} of {total} epochs [{elapsed}<{remaining}{postfix}]"
     bars = {name: tqdm(desc=f"  {name:8}", total=epochs, bar_format=form) for name in children}
     try:

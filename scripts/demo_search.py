@@ -26,8 +26,7 @@ from open_clip_zerovl.evaluate.search import Searcher, write_search_page
 from open_clip_zerovl.evaluate.settings import SearchSettings
 from open_clip_zerovl.features.sources import SourceSamples
 from open_clip_zerovl.finetune.data import find_data
-from scripts.drawn.emoji import EMOJI
-from scripts.drawn.make import prepare_drawn
+from scripts.drawn.make import prepare_emoji
 from scripts.encoders import fetch_encoders
 
 ALIGNED, SEARCHED = ("twemoji", "openmoji", "fluent"), "noto"
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         queries: tuple[str, ...] = QUERIES
         if data is None:
             emoji = Path("data/emoji")
-            prepare_drawn(EMOJI, emoji)
+            prepare_emoji(emoji)
             data = "::".join(f"{name}={emoji / name}" for name in ALIGNED)
             searched = str(emoji / SEARCHED)
         else:

@@ -1,7 +1,7 @@
 """Mutants: small changes of src whose wrong result would be silent. Each must fail its test.
 
-    python -m scripts.mutants                                  # all of mutants.yaml
-    python -m scripts.mutants --only claim-replaced holm-goes-on
+    python -m scripts.mutants --jobs 2                         # all of mutants.yaml
+    python -m scripts.mutants --only claim-replaced dga        # these, by their ids or rooms
 
 The tests run once on src as it is, since a test that fails anyway proves nothing; then one test for each mutant, in a copy of
 src and tests. The exit status is 1 if a mutant survives, or if its text does not occur exactly once in its file.
@@ -55,13 +55,13 @@ def load() -> dict[str, Mutant]:
 
 
 def status_of(tests: list[str], folder: Path) -> int:
-    """pytest's exit status of some tests in a folder; a warm Python has torch and open_clip imported already."""
+    """Return pytest's exit status of some tests in a folder; one warm Python has torch and open_clip for all of them."""
     from support import warm
 
     return subprocess.run(
         [warm.python(), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": ""},
+        env={**os.environ, "PYTHONPATH": "", "WARM_PYTHON": warm.python()},
         capture_output=True,
     ).returncode
 
@@ -86,12 +86,12 @@ def dies(mutant: Mutant) -> bool:
 def main() -> int:
     mutants = load()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="+", choices=mutants, metavar="ID", help="these mutants alone"
-    )
+    rooms = {part for mutant in mutants.values() for part in Path(mutant.file).parts[:-1]}
+    parser.add_argument("--only", nargs="+", choices=[*mutants, *rooms], metavar="ID|ROOM")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     asked = parser.parse_args()
-    chosen = [mutants[name] for name in asked.only or mutants]
+    wanted = {*(asked.only or mutants)}
+    chosen = [m for m in mutants.values() if wanted & {m.id, *Path(m.file).parts[:-1]}]
     sys.path.insert(0, str(ROOT / "tests"))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if status_of(sorted({mutant.test for mutant in chosen}), ROOT):

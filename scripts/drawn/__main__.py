@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from scripts.drawn.emoji import EMOJI
-from scripts.drawn.make import prepare_drawn, write_pairs
+from scripts.drawn.make import prepare_emoji, write_pairs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=[EMOJI.name], help=EMOJI.title)
+    parser.add_argument("name", choices=["emoji"], help="four emoji sets as four sources")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     parser.add_argument(
         "--px", type=int, default=64, help="side of the pictures in pixels (default %(default)s)"
@@ -41,10 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        prepare_drawn(EMOJI, options.out, px=options.px, seed=options.seed)
+        prepare_emoji(options.out, px=options.px, seed=options.seed)
         if options.pairs is not None:
             print(
-                f"{write_pairs(EMOJI, options.out, options.pairs):,} pairs are in {options.pairs / 'pairs.csv'}"
+                f"{write_pairs(options.out, options.pairs):,} pairs are in {options.pairs / 'pairs.csv'}"
             )
     except UserError as error:
         print(f"drawn: error: {error}", file=sys.stderr)

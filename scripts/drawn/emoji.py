@@ -20,15 +20,32 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from open_clip_zerovl.core.errors import UserError
-from scripts.drawn.data import SPLITS, Drawing, DrawnData, Split
 from scripts.drawn.drawings import iconify_svg
-from scripts.drawn.packages import read_npm_package
+from scripts.drawn.packages import NpmPackage, read_npm_package
+
+SPLITS = ("test", "val")
+Split = dict[str, dict[str, list[str]]]  # "test" or "val" -> source -> held-out concepts
+_FACTS = yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
+SOURCES: dict[str, dict[str, Any]] = _FACTS["sources"]
+PACKAGES = {key: NpmPackage(**facts) for key, facts in _FACTS["packages"].items()}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One concept as one source has it: its drawing (an SVG document), its caption (one line), its group."""
+
+    concept: str
+    svg: str
+    caption: str
+    group: str
 
 
 def concept_of(code_points: str) -> str:
@@ -218,6 +235,3 @@ def split_concepts(
             others = [c for c in others if c not in extra]
             split[name][source] = sorted(chosen + extra)
     return split
-
-
-EMOJI = DrawnData.described("emoji", read_sources, split_concepts)

@@ -7,7 +7,7 @@ it offline, and so do open_clip's `HFTokenizer` and `HFTextEncoder`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -15,7 +15,6 @@ from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
-from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import WordPieceTrainer
 
 from open_clip_zerovl.core.errors import UserError
@@ -36,9 +35,8 @@ def write_bert(
     layers: int = 2,
     heads: int = 4,
     max_positions: int = 64,
-    dropout: float = 0.1,
 ) -> int:
-    """Train a vocabulary on captions; writes it with the configuration of a BERT of the given size.
+    """Train a vocabulary on captions, and write it with the configuration of a BERT of the given size.
 
     The same captions in the same order give the same files. Captions are lower-cased and lose their accents.
 
@@ -49,73 +47,37 @@ def write_bert(
         width: hidden width; the feed-forward layers are four times as wide.
         layers, heads: layers of the Transformer, heads of each.
         max_positions: the longest context, in tokens.
-        dropout: of attention and of hidden layers.
 
     Returns:
         The size of the vocabulary.
 
     Raises:
-        UserError: no captions, a width that the heads do not divide, or a vocabulary too small for the alphabet.
+        UserError: a vocabulary too small for the alphabet.
     """
-    if width % heads:
-        raise UserError(
-            f"A BERT of width {width} cannot have {heads} heads: the width must be a multiple of the heads."
-        )
-    captions = list(captions)
-    if not captions:
-        raise UserError("A vocabulary needs captions to be trained on, and there are none.")
-    vocabulary = _train_vocabulary(captions, vocab_size)
-    _write_tokenizer(Path(folder), vocabulary, max_positions)
-    _write_json(
-        Path(folder) / "config.json",
-        {
-            "model_type": "bert",
-            "architectures": ["BertModel"],
-            "vocab_size": len(vocabulary),
-            "hidden_size": width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "intermediate_size": 4 * width,
-            "hidden_act": "gelu",
-            "hidden_dropout_prob": dropout,
-            "attention_probs_dropout_prob": dropout,
-            "max_position_embeddings": max_positions,
-            "type_vocab_size": 2,
-            "initializer_range": 0.02,
-            "layer_norm_eps": 1e-12,
-            "pad_token_id": vocabulary.index("[PAD]"),
-        },
-    )
-    return len(vocabulary)
-
-
-def _write_tokenizer(folder: Path, vocabulary: list[str], max_positions: int) -> None:
-    """The files that `AutoTokenizer` reads."""
+    vocabulary = _train_vocabulary(list(captions), vocab_size)
+    config = {
+        "model_type": "bert",
+        "vocab_size": len(vocabulary),
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": max_positions,
+    }
+    tokenizer = {"tokenizer_class": "BertTokenizer", "model_max_length": max_positions}
+    folder = Path(folder)
     write_atomically(folder / "vocab.txt", "".join(f"{piece}\n" for piece in vocabulary))
-    write_atomically(folder / "tokenizer.json", _tokenizer(vocabulary).to_str(pretty=True) + "\n")
-    names = dict(
-        zip(
-            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"),
-            SPECIAL_TOKENS,
-            strict=True,
-        )
-    )
-    _write_json(folder / "special_tokens_map.json", names)
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "BertTokenizer",
-            "do_lower_case": True,
-            "strip_accents": True,
-            "model_max_length": max_positions,
-            **names,
-        },
-    )
+    write_atomically(folder / "tokenizer_config.json", json.dumps(tokenizer, indent=2) + "\n")
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    return len(vocabulary)
 
 
 def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
     """Pieces in the order of their ids: special tokens, then the alphabet, then merges by frequency."""
-    tokenizer = _tokenizer([])
+    tokenizer = Tokenizer(WordPiece({}, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = BertNormalizer(lowercase=True, strip_accents=True)
+    tokenizer.pre_tokenizer = BertPreTokenizer()
+    tokenizer.decoder = WordPieceDecoder(prefix=_PREFIX)
     normalized = [tokenizer.normalizer.normalize_str(caption) for caption in captions]
     letters = {
         letter
@@ -148,29 +110,3 @@ def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
     ids = tokenizer.get_vocab(with_added_tokens=False)
     learned = sorted(ids.keys() - set(fixed), key=ids.__getitem__)
     return [*fixed, *learned]
-
-
-def _tokenizer(vocabulary: list[str]) -> Tokenizer:
-    """BERT's uncased tokenizer with a vocabulary; an empty one for training."""
-    tokenizer = Tokenizer(
-        WordPiece(
-            {piece: i for i, piece in enumerate(vocabulary)},
-            unk_token="[UNK]",
-            max_input_chars_per_word=100,
-        )
-    )
-    tokenizer.normalizer = BertNormalizer(lowercase=True, strip_accents=True)
-    tokenizer.pre_tokenizer = BertPreTokenizer()
-    tokenizer.decoder = WordPieceDecoder(prefix=_PREFIX)
-    if vocabulary:
-        tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-        tokenizer.post_processor = TemplateProcessing(
-            single="[CLS] $A [SEP]",
-            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=[(name, vocabulary.index(name)) for name in ("[CLS]", "[SEP]")],
-        )
-    return tokenizer
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    write_atomically(path, json.dumps(content, indent=2) + "\n")

@@ -48,8 +48,9 @@ def share(stub: str) -> None:
 
 
 def python() -> str:
-    """The stub's path. The first call starts the server, which ends with this process."""
+    """Return the stub's path; the first call starts the server, which ends with this process, unless WARM_PYTHON names one."""
     global _python
+    _python = _python or os.environ.get("WARM_PYTHON")
     if _python is None:
         import subprocess
         import tempfile
