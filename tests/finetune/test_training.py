@@ -83,7 +83,7 @@ def test_training_ends_when_the_score_does_not_rise(run):
 
 
 def test_a_call_goes_on_where_one_stopped(run):
-    with pytest.raises(UserError, match="call the same command again"):
+    with pytest.raises(UserError, match="make the same call again"):
         train(run([10, 40], epochs=4, status=85), lambda line: None)
     said: list[str] = []
     assert train(run([10, 40, 50, 20]), said.append)[0] == 3

@@ -58,7 +58,8 @@ def page(findings: Iterable[Finding]) -> str:
     """Format the findings: one line each, then what to do about each problem, by number."""
     findings = list(findings)
     width = max(len(topic) for topic, _, _ in findings)
-    lines, remedies = [], []
+    lines: list[str] = []
+    remedies: list[str] = []
     for topic, seen, problem in findings:
         mark = ""
         if problem is not None:

@@ -129,9 +129,8 @@ def add_parameters(parser: argparse.ArgumentParser, function: Callable[..., Any]
 def _add_words(parser: argparse.ArgumentParser, each: Parameter) -> None:
     (words,) = each.flags
     optional = words.default is not dataclasses.MISSING
-    if words.several or each.kind is inspect.Parameter.VAR_POSITIONAL:
-        count = "*" if optional else "+"
-    else:
+    count: str | None = "*" if optional else "+"
+    if not words.several and each.kind is inspect.Parameter.POSITIONAL_ONLY:
         count = "?" if optional else None
     parser.add_argument(
         each.name,

@@ -249,7 +249,8 @@ def settings_from(section: type[Settings], parsed: argparse.Namespace) -> Settin
     Raises:
         UserError: a value out of its flag's range.
     """
-    values = {each.name: getattr(parsed, each.name) for each in flags_of(section)}
+    declared: Any = section
+    values = {each.name: getattr(parsed, each.name) for each in flags_of(declared)}
     settings = section(
         **{
             name: tuple(value) if isinstance(value, list) else value
