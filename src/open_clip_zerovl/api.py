@@ -548,8 +548,15 @@ def zero_shot(
 
     A class is the mean of its captions in all templates.
     """
+    from open_clip_zerovl.data.retrieval import parse_retrieval_data
     from open_clip_zerovl.evaluate.zero_shot import run_zero_shot
+    from open_clip_zerovl.prepare.door import holds_rows, sets_as_shards
 
+    sets = (f"{name}={place}" for name, place in parse_retrieval_data(data).items())
+    data = "::".join(
+        sets_as_shards(each, say=_to_stderr) if holds_rows(Path(each.partition("=")[2])) else each
+        for each in sets
+    )
     return run_zero_shot(_encoder(model, flags), data, settings)
 
 
@@ -611,9 +618,10 @@ def search(
     if len(given) < 2:
         raise UserError("give a model, a folder of pictures, and the words to search for")
     data = given.pop()
-    if not Path(data).expanduser().is_dir():
-        from open_clip_zerovl.prepare.door import as_shards
+    from open_clip_zerovl.prepare.door import as_shards, holds_rows
 
+    place = Path(data).expanduser()
+    if not place.is_dir() or holds_rows(place):
         data = as_shards(data, say=_to_stderr)
     if page.serve:
         from open_clip_zerovl.evaluate.serve import serve

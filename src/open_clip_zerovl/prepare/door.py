@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.prepare.pack.collect import is_address
 from open_clip_zerovl.prepare.pack.columned import KarpathyReader
-from open_clip_zerovl.prepare.pack.inputs import ENDINGS, fetched, open_input
+from open_clip_zerovl.prepare.pack.inputs import ENDINGS, fetched, form_of, open_input
 from open_clip_zerovl.prepare.pack.packing import FORMAT, REPORT_FILE, content_of_input, pack
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
@@ -90,6 +91,13 @@ def sets_as_shards(data: str, *, say: Say = logging.info) -> str:
             folder /= "train"
         sets.append(f"{name}={folder or place}")
     return "::".join(sets)
+
+
+def holds_rows(place: Path) -> bool:
+    """Return whether a folder or file holds parquet or Arrow rows, which commands of pictures read as shards."""
+    with suppress(UserError):  # of other forms, or of several
+        return place.exists() and form_of(place) in ("parquet", "arrow")
+    return False
 
 
 def _packed(

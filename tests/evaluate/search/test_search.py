@@ -9,6 +9,8 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
@@ -216,6 +218,19 @@ def test_shards_and_tables_are_searched_too(home, photos, tmp_path, capsys):
     names = [hit.picture.partition(" ")[2] for hit in listed.hits]
     assert names == [f"({Path(hit.picture).name})" for hit in alone.hits]
     assert (listed.pictures, listed.bad) == (COUNT, 0)
+    (tmp_path / "rows").mkdir()  # a set of the hub: pictures and the numbers of their classes
+    features = {"class": {"names": ["hat", "shoe"], "_type": "ClassLabel"}}
+    about = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+    cells = [{"img": path.read_bytes(), "class": n % 2} for n, path in enumerate(good)]
+    rows = pyarrow.Table.from_pylist(cells).replace_schema_metadata(about)
+    pyarrow.parquet.write_table(rows, tmp_path / "rows/0.parquet")
+    asked = ["--device", "cpu", "--cache", str(tmp_path / "cache")]
+    capsys.readouterr()
+    assert main(["search", home[0], str(tmp_path / "rows"), "a cat", *asked]) == 0
+    assert f"{COUNT} pictures" in capsys.readouterr().out
+    assert main(["zero-shot", home[0], "--data", f"h={tmp_path}/rows", *asked]) == 0
+    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if line]
+    assert ["h", f"{COUNT}", "2"] in lines and [line[0] for line in lines[-2:]] == ["hat", "shoe"]
 
 
 def test_the_command_shows_models_side_by_side_and_writes_its_files(home, photos, tmp_path, capsys):

@@ -120,7 +120,7 @@ def open_input(
     if not path.exists():
         raise UserError(f"{path} does not exist" + did_you_mean(path, ": correct the path"))
     path = path.absolute()
-    form = form or (_form_of_file(path) if path.is_file() else _form_of_folder(path))
+    form = form or form_of(path)
     if form in ("folder", "classes"):
         return (
             FolderReader(path, wanted) if form == "folder" else ClassReader(path, wanted, templates)
@@ -143,6 +143,15 @@ def open_input(
             f"{path} holds {len(files)} tables ({files[0].name}, {files[1].name} ...): give the table or the tables to pack"
         )
     return SplitTables(path, [opened(file, wanted) for file in files])
+
+
+def form_of(path: Path) -> str:
+    """Find the form of an input, one of FORMATS.
+
+    Raises:
+        UserError: a file of no known form, or a folder of none or several.
+    """
+    return _form_of_file(path) if path.is_file() else _form_of_folder(path)
 
 
 def _form_of_file(path: Path) -> str:
