@@ -52,7 +52,7 @@ OTHER_MODELS = ("genlip", "genlap", "clap")
 def _scripted_and_changed(f: AllFlags) -> bool:
     changes = (
         "freeze", "coin_flip_mixup", "temperature_constant", "lora", "token_drop", "init_from", "init_image", "init_text",
-        "sort_text", "freeze_norm_statistics",
+        "sort_text", "channels_last", "freeze_norm_statistics",
     )  # fmt: skip
     return f.torchscript and (f.lock_image or f.lock_text or f.changes(*changes))
 
@@ -125,7 +125,7 @@ REFUSALS = (
     _refusal(
         "--torchscript",
         "--lock-*, --freeze, --freeze-norm-statistics, --coin-flip-mixup, --temperature-constant, --lora, --token-drop, "
-        "--init-* or --sort-text",
+        "--init-*, --sort-text or --channels-last",
         _scripted_and_changed,
         "they change the model after it is made, and a scripted one can no longer be changed; --torchcompile can",
     ),

@@ -17,7 +17,7 @@ from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.recipe.build import init_from
+from open_clip_zerovl.recipe.build import apply_methods, init_from
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import constant_temperature, optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.towers import (
@@ -418,6 +418,21 @@ def test_frozen_norm_statistics_stay_while_the_norms_weights_train_exactly():
     _, found = accumulated(control, ContrastiveLoss(), pairs)
     assert error(found, wanted) > 0.01
     assert not torch.equal(control.visual.bn1.running_mean, before["visual.bn1.running_mean"])
+
+
+def test_channels_last_and_frozen_statistics_are_flags_of_the_model(caplog):
+    model, pairs = convolutional(torch.float32)
+    plain = copy.deepcopy(model)
+    for each, methods in (
+        (model, RecipeConfig(channels_last=True, freeze_norm_statistics=True)),
+        (plain, RecipeConfig(freeze_norm_statistics=True)),
+    ):
+        apply_methods(each, None, methods, seed=0)
+    assert model.visual.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not plain.visual.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    _, wanted = reference(plain.train(), ContrastiveLoss(), pairs)
+    _, found = accumulated(model.train(), ContrastiveLoss(), pairs)
+    assert error(found, wanted) <= 5e-4  # fp32, other convolutions
 
 
 @pytest.mark.parametrize(

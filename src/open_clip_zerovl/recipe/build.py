@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from open_clip.model import convert_to_custom_text_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -293,7 +294,7 @@ def build_model(
 def apply_methods(
     model: nn.Module, transform: Callable[..., Any], methods: RecipeConfig, *, seed: int
 ) -> tuple[Callable[..., Any], CoinFlipMixup | None]:
-    """Make a run's changes to the model, in order: norms, adapters, frozen towers, temperature, mixup, padding.
+    """Make a run's changes to the model, in order: norms, memory format, adapters, frozen towers, temperature, mixup, padding.
 
     Call it before DDP and compile.
 
@@ -312,6 +313,8 @@ def apply_methods(
     if methods.freeze_norm_statistics:
         count = freeze_norm_statistics(model)
         logging.info(f"Running statistics of {count} batch norms are frozen.")
+    if methods.channels_last:
+        model.visual.to(memory_format=torch.channels_last)
     if methods.lora is not None:
         from open_clip_zerovl.recipe.lora import add_lora
 

@@ -312,6 +312,10 @@ class TowerFlags:
             ),
         ),
     )
+    channels_last: bool = flag(
+        False,
+        "keep the image tower's convolutions with the channels last in memory: faster for convolutional towers",
+    )
 
 
 _ADAMW = Contradiction(
