@@ -158,34 +158,6 @@ def drawing(mixup, mix):
         del mixup.draw
 
 
-@pytest.mark.slow(reason="compiles; test_step holds a compiled recipe in the fast tests")
-def test_a_compiled_model_is_traced_for_all_lengths_at_once():
-    torch._dynamo.reset()
-    traced = []
-
-    def backend(module, inputs):
-        traced.append(module)
-        return module.forward
-
-    model = bert_clip()
-    dga = DecoupledGradientAccumulation(
-        torch.compile(model, backend=backend), ContrastiveLoss(), check="always"
-    )
-    counts = []
-    for seed in range(4):
-        short, order = sorted_and_cut(padded([4, 4, 4], seed=seed))
-        torch.manual_seed(SEED)
-        dga.backward(short, text_order=order)
-        counts.append(len(traced))
-    assert counts[0] <= 4 and counts[1:] == [counts[1]] * 3
-    found = gradients(model)
-    for seed in range(4):
-        short, order = sorted_and_cut(padded([4, 4, 4], seed=seed))
-        torch.manual_seed(SEED)
-        DecoupledGradientAccumulation(model, ContrastiveLoss()).backward(short, text_order=order)
-    assert error(found, gradients(model)) <= 1e-10
-
-
 @pytest.mark.parametrize(
     ("model", "words"),
     [
