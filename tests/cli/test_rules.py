@@ -659,9 +659,12 @@ def test_no_held_out_picture_is_trained_on(tmp_path):
     (file,) = parquet_column(tmp_path / "parquet")
     assert trained(str(file)).keys() == set(map(caption, SPLITS["train"]))
     (file,) = json_in_tars(tmp_path / "json")
-    with pytest.raises(UserError, match=r"0\.tar: the json of sample '0018' says 'val'.*data pack"):
-        parse_sources(f"x={file}")
-    assert parse_sources(f"x={file}", evaluation=True)[0].num_samples == PAIRS
+    plain = file.read_bytes()
+    for content in (gzip.compress(plain), plain):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"0\.tar: the json of sample '0018' says 'val'.*data"):
+            parse_sources(f"x={file}")
+        assert parse_sources(f"x={file}", evaluation=True)[0].num_samples == PAIRS
 
 
 # ------------------------------------------------------------------------------------------------- words for a class

@@ -26,7 +26,7 @@ from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import reader
-from open_clip_zerovl.data.reader import Reader
+from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sample_stream import SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.stats import (
@@ -257,7 +257,7 @@ def test_samples_of_a_torn_slice_are_replaced_at_their_own_places(tmp_path):
     truncate(folder / "0.tar", 3)
     (source,) = parse_sources(f"a={folder}")
     slices = [ShardSlice(0, 2, 6, 100), ShardSlice(1, 1, 5, 104)]
-    samples = list(SliceReader(Reader.of_pairs(source), slices, slices).samples())
+    samples = list(SliceReader(ShardReader.of_pairs(source), slices, slices).samples())
     assert [placed.place for placed in samples] == list(range(100, 108))
     assert [placed.loss is not None for placed in samples] == [False] + 3 * [True] + 4 * [False]
     # Samples 1 to 3 of the lost slice by samples 1 to 3 of the other one, which shows each of them twice.

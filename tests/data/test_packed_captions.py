@@ -11,7 +11,7 @@ import torch
 
 from open_clip_zerovl.cli.program import main
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.reader import Reader
+from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sample_stream import SampleStream, SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.prepare.door import as_shards
@@ -51,7 +51,7 @@ def shown(data: str, captions: str | None) -> tuple[int, set[str]]:
     found = set()
     for lap in range(3):
         second = [ShardSlice(0, 1, 2, lap * source.num_samples + 1)]
-        slices = SliceReader(Reader.of_pairs(source), second, second)
+        slices = SliceReader(ShardReader.of_pairs(source), second, second)
         stream = SampleStream(slices, LocalOrder(1, 1, np.random.default_rng))
         found.add(stream.take(lambda picture: picture).caption)
     return source.num_samples, found

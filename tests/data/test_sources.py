@@ -9,7 +9,7 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.names import check_paths, is_named
-from open_clip_zerovl.data.reader import Reader
+from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sources import count_tar_samples, parse_sources
 from support.tars import write_source, write_tar
 
@@ -156,7 +156,7 @@ def test_remote_shards_are_sized_and_read(tmp_path, kind, monkeypatch):
     (source,) = parse_sources(f"a={data}")
     assert source.sizes == (4, 3)
     for start in (0, 2):
-        samples = list(Reader(source).samples(0, start))
+        samples = list(ShardReader(source).samples(0, start))
         assert [sample.captions for sample in samples] == [
             [f"sample {number}"] for number in range(start, 4)
         ]

@@ -12,7 +12,7 @@ from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.held_out import write_trained_on
-from open_clip_zerovl.data.reader import Reader, samples_of
+from open_clip_zerovl.data.reader import ShardReader, samples_of
 from open_clip_zerovl.data.retrieval import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
@@ -195,7 +195,7 @@ def test_samples_are_held_out_of_tables_and_of_parquet_too(tmp_path):
     assert set(captions).isdisjoint(trained) and len({*captions, *trained}) == 120
     shown = set()
     for source in open_sources(split.train_data):
-        reader = Reader(source)
+        reader = ShardReader(source)
         for start in (0, 3):
             assert len(list(reader.samples(0, start))) == source.sizes[0] - start
         shown |= {tuple(sample.captions) for sample in reader.samples(0)}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.reader import Reader
+from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
 from open_clip_zerovl.shards import index as tar_index
 from open_clip_zerovl.shards.index import open_index
@@ -40,7 +40,7 @@ MEMBERS = [
 
 def read(source: Source, start: int) -> list:
     """(key, files) of the samples from a place on."""
-    return [(sample.key, sample.files) for sample in Reader(source).samples(0, start)]
+    return [(sample.key, sample.files) for sample in ShardReader(source).samples(0, start)]
 
 
 def compressed(source: Source) -> Source:
@@ -167,7 +167,7 @@ def test_a_torn_tar_gives_the_same_samples_by_all_ways(shard):
         os.utime(shard, ns=(size, size))
         outcomes = []
         for of, start in ((source, 0), (source, 5), (compressed(source), 5), (source, 29)):
-            *samples, fault = Reader(of).samples(0, start)
+            *samples, fault = ShardReader(of).samples(0, start)
             assert isinstance(fault, ShardError) and fault.reason == "truncated shard"
             outcomes.append(([sample.key for sample in samples[-3:]], fault.readable))
         assert outcomes[0] == outcomes[1] == outcomes[2] and outcomes[0][1] > 5
@@ -185,7 +185,7 @@ def test_each_caption_is_a_sample_wherever_the_shard_is_entered(tmp_path, caplog
     (source,) = parse_sources(f"s={tmp_path}/s", captions="all")
     assert source.sizes == (11,) and not caplog.records
     for start in range(11):
-        samples = list(Reader(source).samples(0, start))
+        samples = list(ShardReader(source).samples(0, start))
         assert [sample.captions for sample in samples] == captions[start:]
     shard.write_bytes(shard.read_bytes()[: 512 * 4 * 4 + 700])
     (torn,) = parse_sources(f"s={tmp_path}/s", captions="all")
@@ -204,7 +204,7 @@ def test_a_link_leads_to_a_member_before_the_place_where_the_tar_is_entered(tmp_
                 else:
                     member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-    samples = Reader(Source("s", (str(tmp_path / "0.tar"),), (5,))).samples(0, 3)
+    samples = ShardReader(Source("s", (str(tmp_path / "0.tar"),), (5,))).samples(0, 3)
     assert [sample.image for sample in samples] == [b"a picture"] * 2
 
 

@@ -42,7 +42,7 @@ from open_clip_zerovl.core.randomness import (
 from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
 from open_clip_zerovl.data.pixels import PixelTransform, pictures
-from open_clip_zerovl.data.reader import Reader, picture_of
+from open_clip_zerovl.data.reader import ShardReader, picture_of
 from open_clip_zerovl.data.sample_stream import SampleStream, Shown, SliceReader
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.stats import BatchReport
@@ -277,7 +277,7 @@ class Mixture(IterableDataset):
         of_all = self.rank * self.batching.workers + reader.number
         draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)
         order = LocalOrder(quota, window, draws)
-        of_source = Reader.of_pairs(
+        of_source = ShardReader.of_pairs(
             source,
             policy=RetryPolicy.within(
                 self.timeout_seconds,

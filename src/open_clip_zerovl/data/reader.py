@@ -46,7 +46,7 @@ def _ignore(*_: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Reader:
+class ShardReader:
     """Reads the shards of one source.
 
     Attributes:
@@ -67,7 +67,7 @@ class Reader:
     notes: Callable[[str], None] = _ignore
 
     @classmethod
-    def of_pairs(cls, source: Source, **more: Any) -> Reader:
+    def of_pairs(cls, source: Source, **more: Any) -> ShardReader:
         """Make a reader of the pictures and of the files that hold the source's captions."""
         return cls(source, members_of(source.captions), **more)
 
@@ -204,4 +204,4 @@ def samples_of(source: Source, shard: int) -> Iterator[Sample]:
     Raises:
         UserError: the shard has a fault.
     """
-    yield from Reader(source, whole=True).strict(shard)
+    yield from ShardReader(source, whole=True).strict(shard)

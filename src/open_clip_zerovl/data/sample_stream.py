@@ -27,7 +27,7 @@ import numpy as np
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.data.captions import draw, texts_of
-from open_clip_zerovl.data.reader import SURPLUS, Reader, picture_of, sample_sentence
+from open_clip_zerovl.data.reader import SURPLUS, ShardReader, picture_of, sample_sentence
 from open_clip_zerovl.data.stats import DroppedSample
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.slices import ShardSlice
@@ -83,7 +83,7 @@ class SliceReader:
         ahead: called with the URL of a remote shard that will be read soon.
     """
 
-    reader: Reader
+    reader: ShardReader
     slices: Sequence[ShardSlice]
     epoch_slices: Sequence[ShardSlice]
     index: int = 0
@@ -148,7 +148,7 @@ class Substitutes:
     the first slice that can be read; if none can, by a readable sample of its own shard.
     """
 
-    reader: Reader
+    reader: ShardReader
     slices: Sequence[ShardSlice]
     index: int = 0
     seed: int = 0

@@ -19,7 +19,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.captions import members_of, texts_of
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.names import field_names
-from open_clip_zerovl.data.reader import Reader, picture_of, sample_sentence
+from open_clip_zerovl.data.reader import ShardReader, picture_of, sample_sentence
 from open_clip_zerovl.data.sources import Source, contents_of_shards
 from open_clip_zerovl.shards.index import open_index
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
@@ -100,10 +100,10 @@ class SourceSamples:
                         yield row - first, shown
         yield from notes
 
-    def _reader(self, source: Source, **more: Any) -> Reader:
+    def _reader(self, source: Source, **more: Any) -> ShardReader:
         if self.side == "image":
-            return Reader(source, WANTED, **more)
-        return Reader(source, members_of(source.captions) - {*IMAGE_EXTENSIONS}, **more)
+            return ShardReader(source, WANTED, **more)
+        return ShardReader(source, members_of(source.captions) - {*IMAGE_EXTENSIONS}, **more)
 
     def _shown(self, source: Source, number: int, sample: Sample) -> list[tuple[int, Any]]:
         """Return the picture or the captions of a sample with their rows in the collection, [] if it cannot be shown."""
@@ -136,7 +136,7 @@ def caption_counts(source: Source) -> np.ndarray:
     counts = np.ones(source.num_samples, dtype=np.int64)
     if source.captions != "one-per-epoch" and not field_names(source.captions):
         return counts
-    reader = Reader(source, members_of(source.captions) - {*IMAGE_EXTENSIONS})
+    reader = ShardReader(source, members_of(source.captions) - {*IMAGE_EXTENSIONS})
     for shard, begin in enumerate(source.starts[:-1].tolist()):
         if source.captions == "one-per-epoch":  # which the shard's index has counted
             with suppress(ShardError), reader.cache.borrowed(source.shards[shard]) as path:
