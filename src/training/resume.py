@@ -5,6 +5,7 @@ Both happen before open_clip's main loads the optimizer's state.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -183,6 +184,38 @@ def read_position(checkpoint: dict) -> Position | None:
     entry |= {name: index(entry[name]) for name in ("epoch", "step")}
     entry |= {name: dict(entry.get(name, {})) for name in ("order", "retained")}
     return Position(batching=batching, **entry)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The settings of the command line: a resume takes them, but for the start
+# ---------------------------------------------------------------------------------------------------------------------
+
+SETTINGS_ENTRY = "zerovl_settings"
+_OF_SCHEDULE = (
+    "lr", "epochs", "warmup", "warmup_share", "lr_min", "lr_scheduler", "epochs_cooldown", "lr_cooldown_end",
+    "lr_cooldown_power", "skip_scheduler",
+)  # fmt: skip
+_OF_START = ("pretrained", "pretrained_image", "init_from", "init_image", "init_text")
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, str]:
+    """Collect the settings of a schedule and of a start, in words."""
+    return {name: str(getattr(args, name, None)) for name in (*_OF_SCHEDULE, *_OF_START)}
+
+
+def warn_of_settings(checkpoint: Mapping[str, Any], now: Mapping[str, str]) -> None:
+    """Warn of a schedule or a start that is not the checkpoint's, with what happens."""
+    before = checkpoint.get(SETTINGS_ENTRY, now)
+    changed = [name for name in now if before.get(name) != now[name]]
+    words = {name: f"--{name.replace('_', '-')}" for name in changed}
+    if schedule := [
+        f"{words[n]} {now[n]} after {before.get(n)}" for n in changed if n in _OF_SCHEDULE
+    ]:
+        logging.warning(
+            f"The learning rate follows this command line from here on: {', '.join(schedule)}."
+        )
+    if start := [words[name] for name in changed if name in _OF_START]:
+        logging.warning(f"{', '.join(start)}: no effect, since the weights are the checkpoint's.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -110,7 +110,10 @@ class TrainingRun:
         self.teacher: torch.nn.Module | None = None  # of --distill-model
         self.trainer: Trainer | None = None
         self.trained = False
-        self.entries: dict[str, Any] = {}  # of each checkpoint
+        # of each checkpoint
+        self.entries: dict[str, Any] = (
+            {resume.SETTINGS_ENTRY: resume.settings_of(args)} if config.active else {}
+        )
 
     @property
     def folder(self) -> Path:
@@ -379,6 +382,13 @@ class TrainingRun:
                 "sampling flags it was trained with"
             )
         self.resumed = position
+        if self.args.train_data and self.args.rank == 0:
+            resume.warn_of_settings(checkpoint, self.entries.get(resume.SETTINGS_ENTRY, {}))
+            if self.optimizer is None:
+                logging.warning(
+                    f"--opt {self.args.opt} takes the settings of the checkpoint's optimizer: --wd, --beta1, --beta2, --eps "
+                    "and --momentum have no effect."
+                )
         done = checkpoint.get("epoch", 0)
         if self.args.train_data and self.args.rank == 0 and done >= self.args.epochs:
             logging.warning(

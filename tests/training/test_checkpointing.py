@@ -33,7 +33,7 @@ from training.checkpointing import (
     require_room,
 )
 from training.params import parse
-from training.resume import Position
+from training.resume import SETTINGS_ENTRY, Position
 from training.run import TrainingRun
 from training.stopping import Preemption
 from training.train import Trainer, require_finite
@@ -288,7 +288,7 @@ def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monk
     )
     run.entries["lora"] = "of the student"
     run.create_model("the teacher of --distill-model")
-    assert run.entries.keys() == {MODEL_ENTRY, "lora"}
+    assert run.entries.keys() == {MODEL_ENTRY, "lora", SETTINGS_ENTRY}
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(

@@ -8,6 +8,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from open_clip_zerovl.sampling.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, write_bert
+from training.params import parse
 from training.resume import (
+    SETTINGS_ENTRY,
     Position,
     entry_of,
     keep_settings,
@@ -28,6 +31,8 @@ from training.resume import (
     read_position,
     require_finite,
     require_same_function,
+    settings_of,
+    warn_of_settings,
 )
 from training.stopping import Preemption
 
@@ -210,6 +215,21 @@ def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(place, value):
     if place != "exp_avg_sq":
         with pytest.raises(UserError, match="of a.pt holds 1 numbers"):
             require_finite(checkpoint["state_dict"], model, "a.pt")
+
+
+def test_a_resume_names_another_schedule_and_a_start_without_effect(caplog):
+    def warnings(*words: str, **entries: Any) -> list[str]:
+        caplog.clear()
+        args, _ = parse(["--train-data", "a=/x", *words])
+        warn_of_settings(entries, settings_of(args))
+        return caplog.messages
+
+    before = {SETTINGS_ENTRY: settings_of(parse(["--train-data", "a=/x", "--lr", "0.001"])[0])}
+    assert warnings("--lr", "1e-3", **before) == warnings("--lr", "1e-3") == []
+    (schedule,) = warnings("--lr", "5e-4", "--epochs", "40", **before)
+    assert "--lr 0.0005 after 0.001, --epochs 40 after 32" in schedule
+    (start,) = warnings("--lr", "1e-3", "--pretrained-image", **before)
+    assert start == "--pretrained-image: no effect, since the weights are the checkpoint's."
 
 
 @pytest.mark.parametrize("taken", [True, False])
