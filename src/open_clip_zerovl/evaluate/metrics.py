@@ -382,6 +382,14 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
     }
 
 
+def named_accuracies(scores: Tensor, targets: Tensor, names: Sequence[str]) -> dict[str, Any]:
+    """Compute `accuracies` with classes by their names, and `most_confused`."""
+    scored = accuracies(scores, targets)
+    per_class = {names[index]: of_class for index, of_class in scored["per_class"].items()}
+    confused = most_confused(confusion_counts(scores, targets), names)
+    return {**scored, "per_class": per_class, "most_confused": confused}
+
+
 def in_top(k: int, scores: Tensor, targets: Tensor) -> Tensor:
     """Compute the probability (N,) that the class is among the first k, where ties have a random order.
 

@@ -29,12 +29,10 @@ from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.processes import take_product_buffer
 from open_clip_zerovl.data.indexed import IndexedSet, class_list, open_probe_set
 from open_clip_zerovl.evaluate.metrics import (
-    accuracies,
     class_indices,
-    confusion_counts,
     distinct_names,
     in_percent,
-    most_confused,
+    named_accuracies,
 )
 from open_clip_zerovl.features.digest import module_digest
 from open_clip_zerovl.features.embed import picture_features
@@ -121,15 +119,7 @@ def probe_report(
     scores: Tensor, targets: Tensor, names: Sequence[str], facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Return facts and accuracies of scores (N, C) and targets (N,), overall and for each class by its name."""
-    metrics = accuracies(scores, targets)
-    per_class = metrics.pop("per_class")
-    return {
-        **facts,
-        "classes": len(names),
-        **metrics,
-        "most_confused": most_confused(confusion_counts(scores, targets), names),
-        "per_class": {names[index]: own for index, own in per_class.items()},
-    }
+    return {**facts, "classes": len(names), **named_accuracies(scores, targets, names)}
 
 
 def probe_row(report: dict[str, Any]) -> str:

@@ -36,13 +36,11 @@ from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
 from open_clip_zerovl.data.retrieval import parse_retrieval_data
 from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.evaluate.metrics import (
-    accuracies,
     class_indices,
-    confusion_counts,
     distinct_names,
     in_percent,
     is_above_chance,
-    most_confused,
+    named_accuracies,
 )
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.features.embed import picture_features
@@ -288,22 +286,15 @@ def score_labelled(
     scores, targets = labelled_scores(model, dataset, folder, **reading)
     shown = distinct_names(dict(zip(dataset.classes, dataset.names, strict=True)))
 
-    def metrics(rows: Tensor) -> dict[str, Any]:
-        scored = accuracies(scores[rows], targets[rows])
-        return {
-            **scored,
-            "per_class": {
-                shown[index]: class_metrics for index, class_metrics in scored["per_class"].items()
-            },
-        }
-
-    result = {**metrics(torch.arange(len(targets))), "classes": len(dataset.classes)}
-    result["most_confused"] = most_confused(confusion_counts(scores, targets), shown)
+    result = {**named_accuracies(scores, targets, shown), "classes": len(dataset.classes)}
     places: dict[str, list[int]] = {}
     for number, sample in enumerate(dataset.images.samples):
         places.setdefault(sample.source, []).append(number)
     if "" not in places:
-        result["sources"] = {name: metrics(torch.tensor(rows)) for name, rows in places.items()}
+        result["sources"] = {
+            name: named_accuracies(scores[rows], targets[rows], shown)
+            for name, rows in places.items()
+        }
     return result
 
 

@@ -188,19 +188,6 @@ def test_a_split_is_no_source(packed, tmp_path):
     assert [entry["folder"] for entry in found["written"]] == ["texts/train", "texts/test"]
 
 
-def test_tars_and_parquet_files_of_splits_stay_apart(packed, tmp_path):
-    packed(in_splits(tmp_path / "in", "train", "test"), out="first")
-    tars = tmp_path / "tars"
-    tars.mkdir()
-    (tmp_path / "first/train/00000.tar").rename(tars / "train-00000.tar")
-    (tmp_path / "first/test/0.tar").rename(tars / "test-00000.tar")
-    found = packed(tars, out="again")
-    assert [(entry["split"], entry["pictures"]) for entry in found["written"]] == [
-        ("train", 6),
-        ("test", 6),
-    ]
-
-
 def test_clip_benchmark_reads_the_classes(packed, tmp_path):
     from clip_benchmark.datasets.builder import build_dataset
 

@@ -201,7 +201,11 @@ def test_larger_pictures_are_made_smaller_and_turned_ones_upright(packed, tmp_pa
     (tmp_path / "in/small.png").write_bytes(picture(2, size=(64, 30)))
     (tmp_path / "in/tiny.png").write_bytes(picture(3, size=(15, 30)))
     (tmp_path / "in/odd.tiff").write_bytes(picture(4, "TIFF"))
-    for name in ("turned", "large", "small", "tiny", "odd"):
+    glyph = Image.new("RGBA", (32, 32), (0, 0, 0, 255))
+    glyph.save(tmp_path / "in/opaque.png")  # whose bytes stay
+    glyph.paste((0, 0, 0, 0), (0, 0, 16, 32))
+    glyph.save(tmp_path / "in/glyph.png")  # a page shows it on white
+    for name in ("turned", "large", "small", "tiny", "odd", "opaque", "glyph"):
         (tmp_path / f"in/{name}.txt").write_text(name)
     found = packed(tmp_path / "in", max_side_px=64)
     sizes = {}
@@ -209,41 +213,13 @@ def test_larger_pictures_are_made_smaller_and_turned_ones_upright(packed, tmp_pa
         ending, image = opened(sample)
         sizes[sample.files["txt"].decode()] = (ending, image.size)
     wanted = {"turned": ("jpg", (32, 64)), "large": ("jpg", (64, 32)), "small": ("png", (64, 30))}
-    assert sizes == {**wanted, "odd": ("jpg", (24, 20))}
+    wanted |= {"odd": ("jpg", (24, 20)), "opaque": ("png", (32, 32)), "glyph": ("jpg", (32, 32))}
+    assert sizes == wanted and found["sizes"]["whitened"] == 1
     assert found["sizes"]["longer_side"]["max"] == 64  # as stored, not as given
     assert found["sizes"]["turned"] == 1 and found["sizes"]["shrunk"] == 2
     assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == {
         "picture too small": 1
     }
-
-
-def test_transparent_pictures_are_stored_as_a_page_shows_them(packed, tmp_path):
-    """Training drops transparency: black glyphs would be black pictures. Where nothing shows through, the bytes stay."""
-    (tmp_path / "in").mkdir()
-    pixels = np.zeros((32, 32, 4), np.uint8)
-    for number in range(2):
-        pixels[..., 3] = 0
-        pixels[4 + 12 * number : 12 + 12 * number, 4:28, 3] = 255
-        Image.fromarray(pixels).save(tmp_path / f"in/glyph {number}.png")
-    pixels[..., 3] = 255
-    Image.fromarray(pixels).save(tmp_path / "in/opaque.png")
-    for name in ("glyph 0", "glyph 1", "opaque"):
-        (tmp_path / f"in/{name}.txt").write_text(name)
-    found = packed(tmp_path / "in")
-    stored = {
-        sample.files["txt"].decode(): opened(sample)
-        for sample in samples_of(tmp_path / "out/train")
-    }
-    assert {name: ending for name, (ending, _) in stored.items()} == {
-        "glyph 0": "jpg",
-        "glyph 1": "jpg",
-        "opaque": "png",
-    }
-    for number in range(2):
-        image = stored[f"glyph {number}"][1].convert("L")  # as training decodes it
-        assert image.getpixel((16, 2)) > 250 and image.getpixel((16, 8 + 12 * number)) < 5
-    assert found["sizes"]["whitened"] == 2
-    assert "2 transparent ones" in (tmp_path / "out/report.html").read_text()
 
 
 def test_addresses_are_fetched_and_failures_counted_and_tried_again(packed, tmp_path):
