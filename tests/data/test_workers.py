@@ -7,9 +7,7 @@ import multiprocessing
 import multiprocessing.queues
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 
@@ -187,33 +185,6 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_reading():
         match=r"a loader worker was lost .*; if memory or /dev/shm is full, lower --workers",
     ):
         list(read_batches(FullMemory(), list, num_workers=1))
-
-
-READING = """
-import os, signal, sys, torch
-from open_clip_zerovl.data.workers import ItemSet, read_batches
-
-class Pictures(ItemSet):
-    def read(self, index):
-        return torch.zeros(100)
-
-    def __len__(self):
-        return 8
-
-for _ in read_batches(Pictures(), torch.stack, batch_size=1, num_workers=2):
-    if sys.argv[1:]:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_sockets_of_a_killed_call_are_removed_by_the_next_one():
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as place:  # sockets have short paths
-        call = [sys.executable, "-c", READING]
-        environment = {**os.environ, "TMPDIR": place}
-        killed = subprocess.run([*call, "killed"], env=environment)
-        assert killed.returncode == -signal.SIGKILL and os.listdir(place)
-        subprocess.run(call, env=environment, check=True)
-        assert os.listdir(place) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
