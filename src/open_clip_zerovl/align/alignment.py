@@ -170,7 +170,7 @@ class Alignment:
         task = ranked[0].task
         held = task.pairs.held_out
         bounds = recall_bounds(task.caption_ids[held.texts].tolist(), held.text_to_image.tolist())
-        facts = [task.pairs.words(), f"held-out RSUM of chance: {bounds['rsum_chance']:.1f}"]
+        facts = [task.pairs.words(), f"held-out RSUM of chance: {bounds['rsum_chance']:.1f} of 600"]
         if self.classes:
             pictures_of = np.unique(task.caption_ids[held.texts], return_counts=True)[1]
             commonest = 100 * pictures_of.max() / len(held.images)

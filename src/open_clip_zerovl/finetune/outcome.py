@@ -175,7 +175,7 @@ def _reading_notes(curve: Curve) -> list[str]:
     """Say what helps to read the numbers."""
     notes = [
         "Pictures pass the checkpoint's own transform; of several captions of a picture the first five count.",
-        "The epoch and the point were chosen on the new sets, so that their numbers are a little better than on other data.",
+        "Epoch and alpha were chosen on the new sets, so that their numbers are a little better than on other data.",
     ]
     if not curve.kept:
         notes.append(
@@ -252,7 +252,7 @@ def write_report(
         ],
         training=line_chart(
             [line],
-            x=f"epoch (0: before); the best is {best}",
+            x=f"epoch (0: before); the best after training is {best}",
             y=f"{score}, held out",
             finish=finish,
         ),
