@@ -265,7 +265,7 @@ def error_among(printed: Iterable[str]) -> str:
 
 
 def end_with_parent(number: int, parent: int | None = None) -> None:
-    """Have the kernel send this process a signal when its parent ends, in whatever way. Linux only; elsewhere a no-op.
+    """Have the kernel send this process a signal when its parent ends, on Linux alone.
 
     To Linux the parent is the *thread* that started this process: call it only if that thread lives as long as the parent,
     such as its main thread.

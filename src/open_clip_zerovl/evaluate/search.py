@@ -208,7 +208,7 @@ def write_search_page(
 
 
 class Searcher:
-    """A model and the pictures of a collection, embedded; `find` answers a query.
+    """A model and the embedded pictures of a collection, in which `find` answers a query.
 
     Args:
         encoder: the model.

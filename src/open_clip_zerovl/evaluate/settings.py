@@ -40,7 +40,7 @@ class RetrievalSettings:
 
 @dataclass(frozen=True)
 class RetrievalFiles:
-    """Files to write; None for a file that is not requested."""
+    """Files to write, None for those not requested."""
 
     json: Path | None = flag(
         None, "also write the metrics as JSON", option="--output", metavar="FILE.json"
@@ -131,7 +131,7 @@ def _alphas(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class CurveFlags:
-    """Points between two models to score, and the rule that chooses one (see `choose`); 0 and 1 are always scored."""
+    """Points between two models to score beside 0 and 1, and the rule that chooses one (see `choose`)."""
 
     alphas: Sequence[float] = flag(
         tuple(i / 10 for i in range(11)),

@@ -137,7 +137,7 @@ class SplitAttention(Attention):
     """timm's attention, whose backward pass writes the gradient of queries, keys and values once."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Attend among the tokens of x (B, T, D); with a mask or a gate by timm's own code."""
+        """Attend among the tokens of x (B, T, D), with a mask or a gate by timm's own code."""
         is_masked = any(
             each is not None and each is not False for each in (*args, *kwargs.values())
         )
