@@ -312,7 +312,7 @@ def recall_table(columns: Mapping[str, Mapping[str, float]]) -> str:
     """Format recalls and RSUM of several models side by side, as text.
 
     Args:
-        columns: head -> metrics by the names of ROWS, in percent; a metric that a column lacks leaves its cell empty.
+        columns: head -> metrics by the names of ROWS, in percent. A metric that a column lacks leaves its cell empty.
     """
     rows = [
         [label, *(f"{metrics[key]:.1f}" if key in metrics else "" for metrics in columns.values())]
@@ -372,7 +372,7 @@ def score_curve(
 
     Args:
         encoder: how many images at once, by how many loader processes.
-        classes: all new sets as labelled ones, whose zero-shot top-1 then chooses; all kept sets too if they have classes.
+        classes: all new sets as labelled ones, whose zero-shot top-1 then chooses. All kept sets too if they have classes.
         say: is called with a line for each point.
 
     Raises:

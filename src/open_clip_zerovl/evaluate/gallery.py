@@ -133,7 +133,7 @@ def write_gallery(path: str | os.PathLike[str], sets: Sequence[GallerySet], *, m
     """Write the page.
 
     Args:
-        path: the HTML file; its folder is made.
+        path: the HTML file. Its folder is made.
         model: the model's name on the page.
 
     Returns:

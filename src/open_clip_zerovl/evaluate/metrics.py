@@ -53,7 +53,7 @@ def retrieval_metrics(
         text_features: (T, D), likewise, on the same device.
         text_to_image: (T,) index in [0, I) of the image that each caption belongs to.
         ks: the K of recall@K, positive. A K beyond the number of candidates gives 1.
-        chunk_size: `C`, rows of scores alive at once; None takes CHUNK_BYTES at 16 bytes a score. A float64 copy of the
+        chunk_size: `C`, rows of scores alive at once. None takes CHUNK_BYTES at 16 bytes a score. A float64 copy of the
             features needs memory too. The result does not depend on it.
 
     Returns:
@@ -99,7 +99,7 @@ def retrieval_ranks(
 
     Arguments and errors as `retrieval_metrics`.
 
-    `recalls` makes metrics of them; the gallery finds hits and misses by them.
+    `recalls` makes metrics of them. The gallery finds hits and misses by them.
     """
     _check_features(image_features, text_features)
     links = _checked_links(
@@ -155,7 +155,7 @@ def _rank(
     """Rank both directions in one pass over the scores, a block of rows at a time.
 
     Args:
-        score_rows: (a, b) -> (b - a, T) scores of images a .. b - 1; a call may overwrite the result of the one before.
+        score_rows: (a, b) -> (b - a, T) scores of images a .. b - 1. A call may overwrite the result of the one before.
         positive: (T,) score of each caption with its image.
         links: (T,) image of each caption.
     """
@@ -257,11 +257,11 @@ def recall_bounds(
 
     Args:
         captions: (T,).
-        text_to_image: (T,) image of each caption; each image has one.
+        text_to_image: (T,) image of each caption. Each image has one.
 
     Returns:
-        `rsum_chance`: expected RSUM of random orders; `rsum_chance_upper`: two standard deviations above it, where queries of
-        one direction are taken as independent and both directions as one; `rsum_best`.
+        `rsum_chance`: expected RSUM of random orders. `rsum_chance_upper`: two standard deviations above it, where queries of
+        one direction are taken as independent and both directions as one. `rsum_best`: that of the best model.
     """
     links = torch.as_tensor(text_to_image)
     caption_counts = torch.bincount(links)  # (I,) captions of each image
@@ -357,9 +357,9 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
     """Compute accuracies from scores (N, C) and class indices (N,), as shares.
 
     Returns:
-        `images`; `top1`; `top1_interval` (95 %, over pictures); `top5` with more than five classes; `mean_per_class`, over the
-        classes that occur; `chance`, 1/C; `commonest`, the share of the commonest class, the top-1 of always naming it;
-        `per_class`: class index -> `images`, `top1`, `top1_interval`.
+        `images`, `top1`, `top1_interval` (95 %, over pictures), `top5` with more than five classes, `mean_per_class` (over the
+        classes that occur), `chance` (1/C), `commonest` (the top-1 of always naming the commonest class), and `per_class`:
+        class index -> `images`, `top1`, `top1_interval`.
 
     Raises:
         UserError: scores that are not finite.

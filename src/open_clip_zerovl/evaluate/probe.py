@@ -172,7 +172,7 @@ def stored_features(
 
     Computed once and kept below `folder`.
 
-    A call after an interruption computes the missing features; those of other pictures or another tower are not used.
+    A call after an interruption computes the missing features. Those of other pictures or another tower are not used.
 
     Args:
         classes: the names of the classes in the order of their indices.

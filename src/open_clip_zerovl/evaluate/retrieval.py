@@ -78,15 +78,15 @@ def encode_retrieval(
     """Encode images and their captions.
 
     Args:
-        model: an open_clip model on `device`, not wrapped in DDP. It runs in eval mode; its modes are restored afterwards.
+        model: an open_clip model on `device`, not wrapped in DDP. It runs in eval mode. Its modes are restored afterwards.
         batches: yields (images (b, 3, H, W), for each image its captions).
         tokenizer: captions -> tokens (captions, context_length).
         autocast: makes the context in which the towers run, such as open_clip's `get_autocast(precision)`. None runs them
-            without; the metrics then equal those of CLIP_benchmark with `--no_amp`.
+            without. The metrics then equal those of CLIP_benchmark with `--no_amp`.
         input_dtype: images are cast to it, for a model in half precision.
 
     Returns:
-        image_features (I, D), text_features (T, D), both L2-normalised, float32, on the CPU; text_to_image (T,).
+        image_features (I, D), text_features (T, D), both L2-normalised, float32, on the CPU, and text_to_image (T,).
     """
     frozen = FrozenModel(
         "retrieval",
@@ -131,14 +131,14 @@ def run_retrieval(
     The text has the paper's row for each.
 
     Args:
-        encoder: the model; with device `auto` each rank takes one GPU.
+        encoder: the model. With device `auto` each rank takes one GPU.
         data: `name=set::name=set`, see `parse_retrieval_data` and `open_retrieval_set`.
 
     Returns:
-        For each set, its metrics and the counts `images` and `captions`; {} on all ranks but the first.
+        For each set, its metrics and the counts `images` and `captions`. {} on all ranks but the first.
 
     Raises:
-        UserError: bad data, settings or files, a model that cannot be loaded; on every rank if one finds it.
+        UserError: bad data, settings or files, a model that cannot be loaded. On every rank if one finds it.
     """
     settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
     scored = _score([encoder], data, settings, files)[0]
@@ -290,7 +290,7 @@ def score_set(
     """Score a loaded model on one set: features, ranks and metrics.
 
     Args:
-        loaded: model, transform, tokenizer and device, as `Encoder.load` gives them; the transform is used as it is.
+        loaded: model, transform, tokenizer and device, as `Encoder.load` gives them. The transform is used as it is.
         encoder: how many images at once, by how many loader processes.
 
     Returns:

@@ -51,8 +51,8 @@ class Hit:
     Attributes:
         picture: its name in lists: its path, or shard and key with the file or URL that the sample's json names.
         score: its cosine with the query.
-        caption: the first caption beside it in its shard; "" if there is none.
-        content: its encoded bytes; None if it has gone since it was embedded.
+        caption: the first caption beside it in its shard. "" if there is none.
+        content: its encoded bytes. None if it has gone since it was embedded.
     """
 
     picture: str
@@ -81,7 +81,7 @@ class SearchResult:
     Attributes:
         hits: best first.
         pictures, bad: pictures that were searched, and that cannot be decoded or are not there.
-        computed: pictures that this call has embedded; the rest was stored before.
+        computed: pictures that this call has embedded. The rest was stored before.
     """
 
     hits: tuple[Hit, ...]
@@ -212,12 +212,12 @@ class Searcher:
 
     Args:
         encoder: the model.
-        cache: folder of all embeddings; None: `default_cache`.
+        cache: folder of all embeddings. None: `default_cache`.
         name: the model's name, for the progress bar and in sentences.
         keep: hold the embeddings in memory, for many queries.
 
     Raises:
-        UserError: see `embed_collection`; no picture can be decoded.
+        UserError: as `embed_collection`, or no picture can be decoded.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ def embed_collection(
         name: name of the model, for the progress bar.
 
     Returns:
-        The features (P, D) of all pictures, L2-normalised, zeros for one that cannot be decoded, or is not there; and how many
+        The features (P, D) of all pictures, L2-normalised, zeros for one that cannot be decoded, or is not there, and how many
         pictures this call has embedded or found bad.
 
     Raises:

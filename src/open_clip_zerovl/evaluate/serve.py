@@ -35,7 +35,7 @@ def serve(
     Args:
         encoders: models by name.
         data: see `open_collection`.
-        cache: folder of stored embeddings; None: the default.
+        cache: folder of stored embeddings. None: the default.
 
     Raises:
         UserError: an error of `Searcher`.
@@ -111,7 +111,7 @@ def uploaded_picture(path: Path) -> Any:
     """Decode a file that a visitor has sent.
 
     Raises:
-        UserError: it is no picture; the sentence names the file without its folder on this machine.
+        UserError: it is no picture. The sentence names the file without its folder on this machine.
     """
     try:
         return decode_image(read_foreign(path))

@@ -15,7 +15,7 @@ class RetrievalSettings:
     """Settings of retrieval.
 
     Attributes:
-        captions_per_image: number of captions counted for an image, the first ones; None (or "all") for all. The papers count
+        captions_per_image: number of captions counted for an image, the first ones. None (or "all") for all. The papers count
             five (COCO's test set has 25,010 captions in all).
         paper_transform: with the checkpoint's mean and standard deviation, scaled to the model's size (A.9).
     """
@@ -64,9 +64,9 @@ class ZeroShotSettings:
     """Settings of zero-shot classification.
 
     Attributes:
-        template: captions with `{}` in the place of the class, or files of them; (): the set's own, else CLIP's short list.
-        class_names: words for the classes; None: the set's own, or its labels with blanks for underscores.
-        cache: where pictures' embeddings are kept for a later call; None: nowhere.
+        template: captions with `{}` in the place of the class, or files of them. (): the set's own, else CLIP's short list.
+        class_names: words for the classes. None: the set's own, or its labels with blanks for underscores.
+        cache: where pictures' embeddings are kept for a later call. None: nowhere.
     """
 
     template: tuple[str, ...] = flag(

@@ -250,7 +250,7 @@ def classify(images: Tensor, classes: Tensor) -> Tensor:
     return torch.cat([(block.double() @ exact).float() for block in images.split(ROWS_AT_ONCE)])
 
 
-def labelled_scores(
+def score_labelled(
     model: FrozenModel,
     dataset: LabelledSet,
     folder: Path | None,
@@ -259,11 +259,11 @@ def labelled_scores(
     workers: int,
     name: str,
     progress: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Score a model on one set: scores (N, C) and class indices (N,).
+) -> dict[str, Any]:
+    """Compute `named_accuracies` of a model on one set, and by source.
 
     Args:
-        folder: folder for the pictures' features; None stores nothing.
+        folder: folder for the pictures' features. None stores nothing.
         name: name of the set, for the progress bar.
         progress: show bars.
 
@@ -273,19 +273,8 @@ def labelled_scores(
     reading: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "progress": progress}
     images = picture_features(model, dataset.images, folder, name=name, **reading)
     scores = classify(images, class_features(dataset.captions(), model.texts, progress=progress))
-    return scores, class_indices(dataset.images.labels, dataset.classes)
-
-
-def score_labelled(
-    model: FrozenModel, dataset: LabelledSet, folder: Path | None, **reading: Any
-) -> dict[str, Any]:
-    """Compute `accuracies` of a model on one set, with classes by name, and by source.
-
-    Arguments as `labelled_scores`.
-    """
-    scores, targets = labelled_scores(model, dataset, folder, **reading)
+    targets = class_indices(dataset.images.labels, dataset.classes)
     shown = distinct_names(dict(zip(dataset.classes, dataset.names, strict=True)))
-
     result = {**named_accuracies(scores, targets, shown), "classes": len(dataset.classes)}
     places: dict[str, list[int]] = {}
     for number, sample in enumerate(dataset.images.samples):
@@ -314,7 +303,7 @@ def run_zero_shot(encoder: Encoder, data: str, settings: ZeroShotSettings | None
     """Score a checkpoint on labelled sets, and write the JSON that the settings ask for.
 
     Args:
-        data: `name=set::name=set`; see `open_labelled_set`.
+        data: `name=set::name=set`. See `open_labelled_set`.
 
     Returns:
         Set -> its metrics, as `score_labelled` gives them.

@@ -182,7 +182,7 @@ def check_shards(
     Args:
         threads: shards read at the same time.
         hashes: also compare each shard's SHA-256 with the manifest's.
-        decode: also decode every picture; slow, since it is limited by the processor and not by the disk.
+        decode: also decode every picture. Slow, since it is limited by the processor and not by the disk.
 
     Raises:
         UserError: no such folder, no shards in it, or `hashes` without a manifest that has them.

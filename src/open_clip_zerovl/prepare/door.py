@@ -79,7 +79,7 @@ def sets_as_shards(data: str, *, say: Say = logging.info) -> str:
         data: sets as `parse_retrieval_data` takes them.
 
     Returns:
-        Each set with its name; of one that names no splits, its only one.
+        Each set with its name. Of one that names no splits, its only one.
 
     Raises:
         UserError: as `parse_retrieval_data` and `as_shards`.

@@ -151,7 +151,7 @@ class NearIndex:
         """Find the nearest test picture of each hash (n, 4), the first of equally near ones, and its distance.
 
         Returns:
-            (n,) numbers, -1 where none is within the distance; (n,) distances, BITS + 1 there.
+            (n,) numbers, -1 where none is within the distance. (n,) distances, BITS + 1 there.
         """
         asked = np.asarray(hashes, dtype=np.uint64).reshape(-1, _WORDS)
         number = np.full(len(asked), -1, dtype=np.int64)
@@ -179,7 +179,7 @@ class ComparedSets:
     """The pictures of one or several test sets, with an index of their hashes.
 
     Attributes:
-        pictures: those of all sets that can be decoded; `source` is the set.
+        pictures: those of all sets that can be decoded. `source` is the set.
         index: their hashes, with and without uniform borders.
         owners: the number of the picture of each hash.
         unreadable: pictures that cannot be decoded, left out.
@@ -257,7 +257,7 @@ def open_test_sets(
     """Hash the pictures of test sets.
 
     Args:
-        tests: `NAME=SET::NAME=SET`; a set is one that `zerovl retrieval` takes, or a folder of pictures, with subfolders.
+        tests: `NAME=SET::NAME=SET`. A set is one that `zerovl retrieval` takes, or a folder of pictures, with subfolders.
         split: of sets that have several.
 
     Raises:
@@ -299,7 +299,7 @@ def find_overlap(
 
     Args:
         data: `name=shards::name=shards`, as `--train-data`: local shards, tables.
-        within: largest distance of a copy; see `check_distance`.
+        within: largest distance of a copy. See `check_distance`.
 
     Raises:
         UserError: data that cannot be read.

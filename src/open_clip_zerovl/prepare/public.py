@@ -97,7 +97,7 @@ def prepare_public(
 
     Args:
         dataset: a key of OFFICIAL or BY_HAND.
-        source: the official files, also packed, and folders or zips of pictures; None fetches them.
+        source: the official files, also packed, and folders or zips of pictures. None fetches them.
         shard_size, seed, limits, work: as for `pack`.
 
     Raises:

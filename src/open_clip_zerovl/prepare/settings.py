@@ -26,7 +26,7 @@ class Limits:
         max_bytes: longest answer.
         private_redirects: follow redirects to addresses of this machine and its network. Without, a list of addresses from
             elsewhere reaches only the private addresses that it names itself.
-        user_agent: the name that hosts see; some refuse Python's.
+        user_agent: the name that hosts see. Some refuse Python's.
     """
 
     idle_seconds: float = 10.0
@@ -77,13 +77,13 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns as the command line names them; None for those that are guessed.
+    """Columns as the command line names them. None for those that are guessed.
 
     Attributes:
         picture: the column of the picture.
         captions: columns of captions, all of them used.
         source: the column whose values are the sources.
-        pictures_in: the folder that relative paths are relative to; None for that of the file.
+        pictures_in: the folder that relative paths are relative to. None for that of the file.
         separator: between the columns of a table.
     """
 
@@ -116,11 +116,11 @@ class PackSettings:
     """Settings that decide the contents of the shards, besides the inputs.
 
     Attributes:
-        form: the form of all inputs (FORMATS); None detects each.
+        form: the form of all inputs (FORMATS). None detects each.
         columns: names of columns, and the folder of relative paths.
-        templates: the templates of the captions of classes; None for `rows.TEMPLATE`.
-        max_side_px: larger pictures are shrunk to this longer side; None keeps them.
-        shorter_side_px: larger training pictures are shrunk to this shorter side; None keeps them. Held-out ones stay, since
+        templates: the templates of the captions of classes. None for `rows.TEMPLATE`.
+        max_side_px: larger pictures are shrunk to this longer side. None keeps them.
+        shorter_side_px: larger training pictures are shrunk to this shorter side. None keeps them. Held-out ones stay, since
             shrunk pictures change the scores.
         min_side_px: smaller pictures are refused.
         test_share: share of the pictures that is held out.

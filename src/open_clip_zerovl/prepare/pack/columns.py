@@ -141,7 +141,7 @@ def choose(
         where: the file, for messages.
         names: the names of all its columns.
         wanted: the columns that the command line names.
-        pictures: columns that hold pictures by their type; the first takes precedence over guesses from names.
+        pictures: columns that hold pictures by their type. The first takes precedence over guesses from names.
 
     Raises:
         UserError: a column that is not there or has the name of another, or none with a name of a picture or a caption.

@@ -29,7 +29,7 @@ class CsvRow:
         line: number of its first line, from 1.
         fields: its columns.
         odd: the fault of its quoting in words, "" for none.
-        readable: False for a row that cannot be used; a stray quote may be read as it stands.
+        readable: False for a row that cannot be used. A stray quote may be read as it stands.
     """
 
     line: int

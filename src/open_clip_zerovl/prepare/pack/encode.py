@@ -35,7 +35,7 @@ class Unannounced(bytes):
 
 
 class Failure(Exception):
-    """A pair has no picture. `reason` is a short constant phrase to count by; `transient` is true if a retry may help."""
+    """A pair has no picture. `reason` is a short constant phrase to count by. `transient` is true if a retry may help."""
 
     def __init__(self, reason: str, *, transient: bool = False) -> None:
         super().__init__(reason)
@@ -48,7 +48,7 @@ class Encoding:
     """Limits of the size of a stored picture, and its JPEG quality.
 
     Attributes:
-        shorter_side_px: a picture with a longer shorter side is shrunk to it; None keeps the bytes of JPEG, PNG and WebP.
+        shorter_side_px: a picture with a longer shorter side is shrunk to it. None keeps the bytes of JPEG, PNG and WebP.
         quality: JPEG quality.
         min_side_px: a picture with a smaller side is refused (tracking pixels, blank placeholders).
         max_pixels: a picture with a larger width times height is refused before it is decoded.

@@ -111,7 +111,7 @@ def open_input(
     Args:
         path: a file or a folder.
         wanted: the chosen columns.
-        form: one of FORMATS; None detects it.
+        form: one of FORMATS. None detects it.
         templates: the templates of the captions of classes.
 
     Raises:

@@ -55,12 +55,12 @@ def pack(
     """Pack inputs into shards, or go on with an interrupted call, and return the report.
 
     Args:
-        inputs: files and folders; `NAME=INPUT` makes an input a source of its own.
+        inputs: files and folders. `NAME=INPUT` makes an input a source of its own.
         out: folder to write.
         settings: the settings of the shards.
         limits: the limits of downloads.
-        work: threads, retries; `progress` also prints the report.
-        content: a digest of the inputs, by which a later call is the same; None digests them here.
+        work: threads, retries. `progress` also prints the report.
+        content: a digest of the inputs, by which a later call is the same. None digests them here.
 
     Raises:
         UserError: an input of another form, a folder of other inputs, or nothing to pack.

@@ -39,7 +39,7 @@ class Places:
 
     Args:
         file: that names the pictures.
-        pictures_in: the folder that they are relative to; None for the file's own.
+        pictures_in: the folder that they are relative to. None for the file's own.
     """
 
     def __init__(self, file: Path, pictures_in: Path | None) -> None:

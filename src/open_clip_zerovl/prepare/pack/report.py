@@ -273,7 +273,7 @@ def commands(report: dict[str, Any], out: Path) -> list[str]:
     """Write the commands to type next with the strings of this data: a model fine-tuned, encoders aligned, a training from
     nothing.
 
-    A training from nothing is proposed for `FEWEST` pictures or more; for fewer, an evaluation of the released model on the
+    A training from nothing is proposed for `FEWEST` pictures or more. For fewer, an evaluation of the released model on the
     pictures that are held out.
     """
     folders = {

@@ -25,14 +25,14 @@ class Row(NamedTuple):
 
     Attributes:
         place: an address of its picture, or a key for the reader's `obtain`. Rows of one place have one picture.
-        captions: as the input has them: text, a list, nothing; `columns.texts_of` makes captions of them.
-        file, line: where the row stands, for messages; line 0 where the file is the row.
-        source: the value of the source column; None if there is none.
-        content: the picture's bytes if the row holds them and the reader cannot find them again; else None.
-        refused: why the row cannot be read at all; "" if it can.
-        name: the name of the picture's file, as the input has it; "" if it has none.
-        label: the picture's class; None if there are no classes.
-        split: the word of the input for its split; "" if the input says none.
+        captions: as the input has them: text, a list, nothing. `columns.texts_of` makes captions of them.
+        file, line: where the row stands, for messages. Line 0 where the file is the row.
+        source: the value of the source column. None if there is none.
+        content: the picture's bytes if the row holds them and the reader cannot find them again. Else None.
+        refused: why the row cannot be read at all. "" if it can.
+        name: the name of the picture's file, as the input has it. "" if it has none.
+        label: the picture's class. None if there are no classes.
+        split: the word of the input for its split. "" if the input says none.
     """
 
     place: str
@@ -53,14 +53,14 @@ class Reader(ABC):
     Attributes:
         path: the path of the input.
         form: its name in messages.
-        columns: the columns that are read, in words; "" if there are none.
+        columns: the columns that are read, in words. "" if there are none.
         files: the files by whose names, sizes and times a changed input is detected.
         names_pictures: whether rows name files of pictures that are not among `files`.
-        total: number of rows; None if counting would take long.
-        notes: oddities of rows that are read nevertheless, in words; known once they are read.
-        classes: templates for zero-shot classification; () if pictures have no classes.
+        total: number of rows. None if counting would take long.
+        notes: oddities of rows that are read nevertheless, in words. Known once they are read.
+        classes: templates for zero-shot classification. () if pictures have no classes.
         splits: those that the names of folders or files say.
-        split_column: the column or key that says the split of a row; None without one.
+        split_column: the column or key that says the split of a row. None without one.
     """
 
     path: Path
@@ -153,7 +153,7 @@ class SourceNames:
 
     Args:
         name: the name of the input.
-        column: the source column; None if all rows are of one source.
+        column: the source column. None if all rows are of one source.
         known: name -> value of the sources that are already known, shared by all inputs.
     """
 
@@ -213,7 +213,7 @@ class ClassTemplates:
     """The templates of a call.
 
     Args:
-        given: those of the command line; None for TEMPLATE.
+        given: those of the command line. None for TEMPLATE.
 
     Attributes:
         captions: templates of the captions of training.

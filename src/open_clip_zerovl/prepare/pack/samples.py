@@ -60,7 +60,7 @@ class SampleReader(Reader):
     """Captions are the lines of texts, or under keys of JSON objects.
 
     Attributes:
-        keys: JSON keys of the captions; none if captions are text files.
+        keys: JSON keys of the captions. None if captions are text files.
     """
 
     wanted: Columns
@@ -270,7 +270,7 @@ _Member = tuple[str, str, bytes | None, Mapping[str, bytes | None]]
 class TarReader(SampleReader):
     """Local shards, of img2dataset or of any other program.
 
-    A picture in a plain tar is found again by its offset; one in a compressed tar comes with its row.
+    A picture in a plain tar is found again by its offset. One in a compressed tar comes with its row.
     """
 
     form = "webdataset"

@@ -17,7 +17,7 @@ from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 
 
 class Candidate(NamedTuple):
-    """A sample before it is written: its key, source and split (of SPLITS); `content()` reads its picture's bytes."""
+    """A sample before it is written: its key, source and split (of SPLITS). `content()` reads its picture's bytes."""
 
     key: str
     source: str

@@ -20,7 +20,7 @@ class RowOutcome:
 
     Attributes:
         extension, offset_bytes, size_bytes: file ending of the picture, and place of its bytes in the spool.
-        reason: why there is no picture; empty if there is one.
+        reason: why there is no picture. Empty if there is one.
         transient: whether a retry may help.
         about: further facts about the picture.
     """

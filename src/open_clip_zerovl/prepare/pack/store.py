@@ -56,7 +56,7 @@ class Stored(NamedTuple):
     Attributes:
         key: the key of the sample.
         number, extension: number and file ending of its picture.
-        offset, size: bytes of the picture in its spool; size 0 if it is still in the input.
+        offset, size: bytes of the picture in its spool. Size 0 if it is still in the input.
         place, input: where it lies there, and the number of the input.
         sum: hash of the bytes.
         name: the name of its file, as the input has it.
@@ -219,7 +219,7 @@ class PairDatabase:
     def pairs(self, source: str, split: str) -> Iterator[tuple[Stored, list[str], str | None]]:
         """Yield the samples to be written, in their order, each with its captions in the order of the rows, and its class.
 
-        The class is the first one that a row gives the picture; None if no row does.
+        The class is the first one that a row gives the picture. None if no row does.
         """
         cursor = self.db.execute(
             f"SELECT {_STORED}, label, text FROM samples JOIN pictures ON pictures.number = samples.picture JOIN texts ON "

@@ -61,10 +61,10 @@ def write_split(
     Args:
         store: with `samples` split.
         contents: a sample's bytes.
-        folder: the folder of the source; the split is a folder in it.
+        folder: the folder of the source. The split is a folder in it.
         made_from, settings: for the manifest.
         shard_size: samples a shard at most.
-        classes: class -> its number; {} if no picture of the source has one.
+        classes: class -> its number. {} if no picture of the source has one.
         templates: for zero-shot classification.
         progress: show a bar.
     """
