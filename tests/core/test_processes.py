@@ -331,6 +331,26 @@ def test_the_last_error_among_lines():
     assert error_among(["a", "c"]) == "c"
 
 
+def test_ctrl_c_in_the_moment_of_a_fork_is_not_lost(tmp_path):
+    """Python loses an exception that a signal's handler raises within its hooks of a fork."""
+    armed = [True]
+
+    def press() -> None:
+        if armed:
+            armed.clear()
+            signal.raise_signal(signal.SIGINT)
+
+    before = children_of(os.getpid())
+    os.register_at_fork(before=press)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever other tests left
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start_training(["--help"], log=tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert children_of(os.getpid()) == before and not armed
+
+
 @pytest.mark.parametrize(
     ("environment", "waits"),
     [

@@ -23,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -198,7 +199,7 @@ def start_training(
     """
     environment = None if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with open(log, "ab") as file:
-        child = subprocess.Popen(
+        child = _start(
             training_command(arguments, processes),
             stdout=file,
             stderr=file,
@@ -206,6 +207,27 @@ def start_training(
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
     return TrainingProcess(child, log)
+
+
+def _start(command: Sequence[str], **how: Any) -> subprocess.Popen:
+    """Start a child, and end it again after a Ctrl-C in that moment, which Python loses within its hooks of a fork.
+
+    Raises:
+        KeyboardInterrupt: after the child has ended.
+    """
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+        return subprocess.Popen(command, **how)
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        child = subprocess.Popen(command, **how)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        child.terminate()
+        child.wait()
+        raise KeyboardInterrupt
+    return child
 
 
 def follow_training(
@@ -221,7 +243,7 @@ def follow_training(
         UserError: see `training_command`; the training failed (its last error is in the sentence), or was stopped.
         KeyboardInterrupt: Ctrl-C, after the training has saved a checkpoint and ended.
     """
-    child = subprocess.Popen(
+    child = _start(
         training_command(arguments, processes),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
