@@ -43,7 +43,7 @@ test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
 
 # Installs nothing: .venv where it is there, else the machine's own Python, with wheels unpacked beside it. It is called again behind what broke CUDA's context
 # or hung (75), and behind what ended the process (134, 139), within one limit.
-gpu: ## what only a GPU can show, into docs/results/gpu-NAME.md (8 minutes, a second call 7; WHEELS=DIR, LIMIT=SECONDS, REHEARSE=1: on the CPU)
+gpu: ## what only a GPU can show, into docs/results/gpu-NAME.md (8 minutes, a second call 3; WHEELS=DIR, LIMIT=SECONDS, REHEARSE=1: on the CPU)
 	$(if $(WHEELS),$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pip install --quiet --no-index --no-deps --upgrade --target build/gpu/site $(call quoted,$(WHEELS))/*.whl)
 	@end=$$(($$(date +%s) + $(or $(LIMIT),$(if $(REHEARSE),3600,480)))); status=75; \
 	while [ $$status = 75 ] || [ $$status = 134 ] || [ $$status = 139 ]; do \
