@@ -117,7 +117,7 @@ def read_data(tars: Path, features: Path) -> Data:
 
 
 @torch.inference_mode()
-def token_states(captions: Sequence[str], tokenizer: Any, model: nn.Module) -> Tensor:
+def token_states(captions: Sequence[str], tokenizer: Any, model: Any) -> Tensor:
     """Compute the last hidden states (n, T, D) of captions in half precision, zero where a caption has no token."""
     settings = {"padding": "max_length", "truncation": True, "max_length": TOKENS}
     tokens = tokenizer(list(captions), return_tensors="pt", **settings)

@@ -34,6 +34,7 @@ from scripts.photographs.study import (
 FIGURE = RECORDS / "mixtures.png"
 PRIMARIES = ("clean", "pool")
 SHOWN = ("clean", "pool", "cross", "unseen")
+NAMES = {"adamw": "AdamW", "lars": "LARS"}
 SMALLEST = "16"  # the arm that all batches are compared with
 
 
@@ -210,6 +211,39 @@ def batch_table(records: Sequence[Record], protocol: dict[str, Any]) -> str:
     return markdown_table([*header, "minus 16"], lines)
 
 
+def accumulation_table(records: Sequence[Record], protocol: dict[str, Any]) -> str:
+    """Compare open_clip's `--accum-freq` with DGA in each setting that has all its runs, at the rate that DGA prefers."""
+    given = protocol["accumulation"]
+    whole: dict[str, tuple[float, list[Record]]] = {}
+    for setting in given["settings"]:
+        runs = of_arm(records, **setting)
+        rates = given["rates"][setting["optimizer"]]
+        if len(runs) == 2 * len(rates) * len(given["seeds"]):
+            scores = mean_scores(runs, "validation", arm="dga")
+            clip = "" if setting["clip"] is None else f", clip {setting['clip']:g}"
+            name = f"{NAMES[setting['optimizer']]}, K = {setting['K']}{clip}"
+            whole[name] = max(scores, key=scores.__getitem__), runs
+    estimates = {
+        name: difference(
+            of_arm(runs, arm="accum-freq", rate=rate), of_arm(runs, arm="dga", rate=rate), "clean"
+        )
+        for name, (rate, runs) in whole.items()
+    }
+    standing = holm({name: estimate.p for name, estimate in estimates.items()})
+    lines = []
+    for name, (rate, runs) in whole.items():
+        bold = "**" if name in standing else ""
+        cells = [name, f"{rate:g}"]
+        for arm in ("dga", "accum-freq"):
+            by_rate = mean_scores(runs, "clean", arm=arm)
+            cells.append(" / ".join(f"{by_rate[each]:.1f}" for each in sorted(by_rate)))
+            cells.append(f"{fmean(run['cpu_seconds'] for run in of_arm(runs, arm=arm)):.0f}")
+        facts = verdict(estimates[name], protocol["margin"])
+        lines.append([*cells, f"{bold}{shown(estimates[name])}{bold}, {facts}"])
+    header = ["setting", "rate", "DGA, by rate", "CPU s", "--accum-freq, by rate", "CPU s"]
+    return markdown_table([*header, "--accum-freq - DGA"], lines)
+
+
 def best_rate(records: Sequence[Record], arm: str) -> float:
     """The rate with the best mean recall on the validation photographs."""
     scores = mean_scores(records, "validation", arm=arm)
@@ -279,6 +313,8 @@ def tables(protocol: dict[str, Any]) -> dict[str, str]:
     for start in protocol["batch"]["starts"]:
         if records := read_records(f"batch-{start}"):
             made[f"batch-{start}"] = batch_table(records, protocol)
+    if records := read_records("accumulation"):
+        made["accumulation"] = accumulation_table(records, protocol)
     if rows := mixture_rows(read_records("debiased"), protocol):
         made["mixtures"] = mixtures_table(rows, protocol)
         made["mixtures by rate"] = rates_table(rows, read_records("signs"))
