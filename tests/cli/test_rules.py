@@ -420,12 +420,13 @@ def test_a_picture_is_upright_and_in_colour_at_every_door(tmp_path, case):
     }
     for n, expected in shown.items():
         assert close(Image.open(io.BytesIO(stored[caption(n)].image)).convert("RGB"), expected)
-    near = find_overlap(
-        f"x={tmp_path}/out/train",
-        open_test_sets(f"t={tmp_path}/folder", progress=False),
-        progress=False,
-    )
-    assert len(near.pairs) >= len(images) and not any(near.unreadable.values())
+    if hasattr(np, "bitwise_count"):  # numpy 2, of the extra `near`
+        near = find_overlap(
+            f"x={tmp_path}/out/train",
+            open_test_sets(f"t={tmp_path}/folder", progress=False),
+            progress=False,
+        )
+        assert len(near.pairs) >= len(images) and not any(near.unreadable.values())
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int32])

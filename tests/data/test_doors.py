@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from open_clip_zerovl.align.rows import open_sources as open_aligned
@@ -80,8 +81,10 @@ def test_every_door_reads_a_table_that_pack_reads(tmp_path, header):
     wanted = [f"caption {number}" for number in range(PAIRS)]
     assert {name: read(table) for name, read in DOORS.items()} == dict.fromkeys(DOORS, wanted)
     assert seen_pictures(table) == PAIRS  # search
-    near = find_overlap(f"x={table}", open_test_sets(f"t={table}", progress=False), progress=False)
-    assert near.samples == {"x": PAIRS} and len(near.pairs) >= PAIRS
+    if hasattr(np, "bitwise_count"):  # numpy 2, of the extra `near`
+        tests = open_test_sets(f"t={table}", progress=False)
+        near = find_overlap(f"x={table}", tests, progress=False)
+        assert near.samples == {"x": PAIRS} and len(near.pairs) >= PAIRS
 
 
 @pytest.mark.parametrize("door", ["train", "retrieval", "finetune", "align"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import multiprocessing
 import os
-import threading
 import tarfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress

@@ -56,7 +56,7 @@ class Parameter:
 def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
     """Describe the parameters of a command."""
     plain = inspect.unwrap(function)
-    hints = typing.get_type_hints(plain, include_extras=True)
+    hints = inspect.get_annotations(plain, eval_str=True)
     return tuple(
         _parameter(each, hints[each.name]) for each in inspect.signature(plain).parameters.values()
     )

@@ -197,7 +197,10 @@ def _write_csv(file: Any, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
     text = io.TextIOWrapper(file, "utf-8", newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
-    writer.writerows(rows)
+    for row in rows:  # Python 3.10 writes no zero byte
+        writer.writerow(
+            [each.replace("\0", " ") if isinstance(each, str) else each for each in row]
+        )
     text.detach()  # writes the rest, and leaves the file open
 
 
