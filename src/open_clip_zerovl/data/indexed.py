@@ -122,10 +122,6 @@ class IndexedSet:
         """List the captions of each picture, or the first `captions_per_image` of them."""
         return [sample.captions[:captions_per_image] for sample in self.samples]
 
-    def num_captions(self, captions_per_image: int | None = None) -> int:
-        """Count these captions."""
-        return sum(map(len, self.captions(captions_per_image)))
-
     def part(self, rank: int, world_size: int) -> IndexedSet:
         """Take the share of a rank: consecutive pictures, so that the parts of all ranks in order are the set."""
         begin, end = (len(self) * r // world_size for r in (rank, rank + 1))
