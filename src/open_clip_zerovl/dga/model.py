@@ -286,6 +286,9 @@ def backpropagate(outputs: Outputs, gradients: dict[str, Tensor]) -> None:
     """
     roots = [name for name in gradients if name in outputs and outputs[name].requires_grad]
     if roots:
+        # In an autocast region (loss() opens one) torch 2.6 keeps what gradient checkpointing has cast without graph, and
+        # forwards again from it: those weights would get no gradient.
+        torch.clear_autocast_cache()
         torch.autograd.backward(
             [outputs[name] for name in roots],
             [gradients[name].to(outputs[name].dtype) for name in roots],
