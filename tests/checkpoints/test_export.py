@@ -362,11 +362,12 @@ def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
         "is not a model; give a folder with open_clip_config.json, a checkpoint file",
     )
     refused("no-such-thing", "is not a model")
-    refused(tmp_path, "is given for a training checkpoint only", model_name="ViT-B-32")
-    folder = export_local_dir(
-        write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"}),
-        tmp_path / "export",
-    )
+    refused("hf-hub:a/b", "is given for a training checkpoint only", model_name="ViT-B-32")
+    checkpoint = write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"})
+    refused(tmp_path, r"not a model \(open_clip_config.json is missing\); give an exported folder")
+    refused(tmp_path / "run", rf"missing\); give {checkpoint}$")
+    folder = export_local_dir(checkpoint, tmp_path / "aligned" / "model")
+    refused(f"local-dir:{tmp_path}/aligned", rf"missing\); give {folder}$")
     (folder / "open_clip_model.safetensors").unlink()
     refused(folder, "holds no weights")  # open_clip would go on with random ones
 

@@ -276,7 +276,7 @@ def test_version_prints_the_release(capsys):
             "data pack x --ot y",
             "there is no flag --ot; did you mean --out?",
         ),
-        ("export a b c", "unexpected argument 'c'; write it as --flag value"),
+        ("export a b c=d", "unexpected argument 'c=d'; write it as --flag value"),
         (
             "retrieval m",
             "the following arguments are required: --data; `zerovl retrieval --help` lists the flags",

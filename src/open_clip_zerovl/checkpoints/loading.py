@@ -174,10 +174,22 @@ def spec_of(
 
 
 def _kind_of(name_or_path: str | os.PathLike[str]) -> tuple[str, str, Path]:
-    """Find the kind of model that a name means ("checkpoint", "folder", "hub" or "name"), the name, and the name as a path."""
+    """Find the kind of model that a name means ("checkpoint", "folder", "hub" or "name"), the name, and the name as a path.
+
+    Raises:
+        UserError: a folder without a config, such as that of pictures or of a whole run.
+    """
     text = os.fspath(name_or_path)
     path = Path(text.removeprefix(LOCAL_DIR)).expanduser()
     if text.startswith(LOCAL_DIR) or path.is_dir():
+        if path.is_dir() and not (path / CONFIG_FILE).is_file():
+            models = [path / "model", *path.glob("checkpoints/epoch_*.pt")]
+            models = [each for each in models if each.is_file() or (each / CONFIG_FILE).is_file()]
+            newest = max(models, key=lambda each: each.stat().st_mtime, default=None)
+            remedy = newest or "an exported folder, a training checkpoint, or open_clip's NAME/TAG"
+            raise UserError(
+                f"the folder {path} is not a model ({CONFIG_FILE} is missing); give {remedy}"
+            )
         return "folder", text, path
     if path.is_file():
         return "checkpoint", text, path

@@ -237,9 +237,10 @@ def argparse_sentence(message: str, flags: Iterable[str], help_command: str) -> 
     if unknown == message:
         return f"{message}; `{help_command}` lists the flags"
     words = unknown.split()
-    word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+    word = next((word for word in words if word.startswith("-")), words[0])
     if not word.startswith("-"):
         return f"unexpected argument {word!r}; write it as --flag value"
+    word = word.partition("=")[0]
     similar = nearest(word, flags)
     return f"there is no flag {word}; " + (
         f"did you mean {similar}?" if similar else f"`{help_command}` lists the flags"
