@@ -47,8 +47,8 @@ from PIL import Image
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli.program import main as zerovl
 from open_clip_zerovl.core.errors import DEFECT
+from open_clip_zerovl.shards.files import write_source
 from open_clip_zerovl.shards.tar import Sample
-from open_clip_zerovl.shards.writing import write_source
 from training.main import run_as_program
 
 LIMIT_SECONDS = 20.0  # a call must end within this time after a signal

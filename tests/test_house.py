@@ -138,7 +138,7 @@ def test_the_page_names_every_room():
             "does not stand below data",
         ),
         ("core.errors", "def f():\n    import training.main", "does not stand below core"),
-        ("shards.tar", "from open_clip_zerovl.shards.index import TarIndex", "in a circle"),
+        ("shards.tar", "from open_clip_zerovl.shards.files import TarIndex", "in a circle"),
     ],
 )
 def test_a_planted_arrow_up_or_circle_is_found(module, line, sentence):

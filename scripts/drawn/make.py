@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.shards.files import write_retrieval_set, write_shard, write_source
 from open_clip_zerovl.shards.tar import Sample, read_samples
-from open_clip_zerovl.shards.writing import write_retrieval_set, write_shard, write_source
 from scripts.drawn.drawings import is_blank, rasterise
 from scripts.drawn.emoji import PACKAGES, SOURCES, SPLITS, Drawing, read_sources, split_concepts
 from scripts.drawn.packages import fetch_npm_package, read_npm_package

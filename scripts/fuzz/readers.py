@@ -23,11 +23,10 @@ from open_clip_zerovl.cli import program
 from open_clip_zerovl.core.errors import DEFECT, UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.data.images import crop_of, decode_image
-from open_clip_zerovl.data.indexed import open_probe_set
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.pixels import pictures
-from open_clip_zerovl.data.retrieval import open_retrieval_set, read_karpathy
+from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set, read_karpathy
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
@@ -37,8 +36,8 @@ from open_clip_zerovl.prepare.public import largest_phrases
 from open_clip_zerovl.prepare.settings import Work
 from open_clip_zerovl.recipe.build import init_from
 from open_clip_zerovl.sampling.schedule import Batching
-from open_clip_zerovl.shards.archives import find_member
 from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.texts import find_member
 from scripts.fuzz import inputs
 from training import checkpointing, resume
 

@@ -40,9 +40,9 @@ from open_clip_zerovl.core.files import atomic_file, write_atomically
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.features.encoder import FrozenModel
+from open_clip_zerovl.shards.files import SIZES_FILE
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.tar import Sample, read_samples
-from open_clip_zerovl.shards.writing import SIZES_FILE
 from scripts.paper.context_bias import shards_of
 
 BATCH_SAMPLES = 256

@@ -23,9 +23,9 @@ from tqdm import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.images import decode_image
+from open_clip_zerovl.shards.files import SIZES_FILE, write_shard
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, BadPicture
 from open_clip_zerovl.shards.tar import Sample, ShardError, read_samples
-from open_clip_zerovl.shards.writing import SIZES_FILE, write_shard
 
 RED = (255, 0, 0)
 FRAME_SHARE = 0.03  # of the picture's shorter side; the paper gives no width

@@ -34,7 +34,7 @@ from open_clip_zerovl.core.files import check_writable, save_atomically, write_a
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.images import image_transform_train, paper_transform_of
-from open_clip_zerovl.data.indexed import IndexedSet, class_list, picture_batches
+from open_clip_zerovl.data.sets import IndexedSet, class_list, picture_batches
 from open_clip_zerovl.evaluate.metrics import accuracies, class_indices, distinct_names
 from open_clip_zerovl.evaluate.probe import (
     Transform,

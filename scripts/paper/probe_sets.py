@@ -18,7 +18,7 @@ from typing import Any
 import torchvision.datasets as tvd
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.indexed import IndexedSet, Picture, open_probe_set
+from open_clip_zerovl.data.sets import IndexedSet, Picture, open_probe_set
 
 Listing = tuple[Sequence[str | os.PathLike[str]], Sequence[str]]
 

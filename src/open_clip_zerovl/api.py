@@ -548,7 +548,7 @@ def zero_shot(
 
     A class is the mean of its captions in all templates.
     """
-    from open_clip_zerovl.data.retrieval import parse_retrieval_data
+    from open_clip_zerovl.data.sets import parse_retrieval_data
     from open_clip_zerovl.evaluate.zero_shot import run_zero_shot
     from open_clip_zerovl.prepare.door import holds_rows, sets_as_shards
 

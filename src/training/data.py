@@ -25,10 +25,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.core.flags import conflicts
 from open_clip_zerovl.data.images import normalize, paper_transform_of, split_normalize
-from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, schedule_of
-from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.recipe.flags import AllFlags

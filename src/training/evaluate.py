@@ -15,7 +15,7 @@ from open_clip import get_input_dtype
 from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
-from open_clip_zerovl.data.retrieval import retrieval_batches
+from open_clip_zerovl.data.sets import retrieval_batches
 from open_clip_zerovl.evaluate.gallery import GallerySet, RetrievalExample
 from open_clip_zerovl.evaluate.metrics import in_percent, recall_bounds, recalls, retrieval_ranks
 from open_clip_zerovl.evaluate.retrieval import encode_retrieval, evaluating

@@ -24,12 +24,12 @@ from PIL import Image, PngImagePlugin
 from open_clip_zerovl.align.rows import open_sources as open_aligned
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked
-from open_clip_zerovl.data.class_words import class_order
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import Crop, decode_image
+from open_clip_zerovl.data.names import class_order
 from open_clip_zerovl.data.pixels import decode_pixels
 from open_clip_zerovl.data.reader import samples_of
-from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from open_clip_zerovl import cli
 from open_clip_zerovl.cli import program
 from open_clip_zerovl.core.errors import UserError, ended, printable
-from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.prepare.check import check_report, check_shards
 from support.tars import png, write_tar
 

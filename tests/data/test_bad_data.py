@@ -26,16 +26,10 @@ from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import reader
+from open_clip_zerovl.data.loader import JUDGED_SAMPLES, DataStats, EpochStats
 from open_clip_zerovl.data.reader import ShardReader
-from open_clip_zerovl.data.sample_stream import SliceReader
+from open_clip_zerovl.data.sample_stream import BatchReport, DroppedSample, SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.data.stats import (
-    JUDGED_SAMPLES,
-    BatchReport,
-    DataStats,
-    DroppedSample,
-    EpochStats,
-)
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.sampling.slices import ShardSlice
 from open_clip_zerovl.shards.texts import MAX_CAPTION_CHARACTERS

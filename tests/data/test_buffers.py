@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data import buffers
-from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
+from open_clip_zerovl.data import workers as buffers
+from open_clip_zerovl.data.workers import BufferPool, PooledBatch
 from support.loading import loader_of
 from support.tars import write_source
 

@@ -10,12 +10,12 @@ import pytest
 
 from open_clip_zerovl.core.identity import file_digests
 from open_clip_zerovl.data.names import CLASS_NAMES
-from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.data.sources import content_of_sources
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.prepare.door import as_shards
+from open_clip_zerovl.shards.files import write_retrieval_set, write_source
 from open_clip_zerovl.shards.tar import Sample
-from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 from support.pairs import picture
 
 

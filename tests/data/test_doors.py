@@ -11,9 +11,8 @@ import pytest
 from open_clip_zerovl.align.rows import open_sources as open_aligned
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.data.indexed import open_probe_set
 from open_clip_zerovl.data.reader import samples_of
-from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.finetune.data import find_data, open_sources

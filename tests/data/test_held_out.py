@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.held_out import draw_held_out
+from open_clip_zerovl.data.splits import draw_held_out
 
 
 @settings(max_examples=50, deadline=None)

@@ -7,8 +7,8 @@ import pytest
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.collection import origin_of
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.shards.files import write_retrieval_set
 from open_clip_zerovl.shards.tar import Sample
-from open_clip_zerovl.shards.writing import write_retrieval_set
 from support.tars import png, write_source
 
 

@@ -11,8 +11,8 @@ from open_clip_zerovl.data.components import listed_sizes
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.shards.fetch import ShardCache
+from open_clip_zerovl.shards.files import parse_sizes, read_sizes
 from open_clip_zerovl.shards.urls import check_quotes, is_command
-from open_clip_zerovl.shards.writing import parse_sizes, read_sizes
 from support.tars import write_source
 
 WRONG = {

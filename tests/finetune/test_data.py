@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.held_out import write_trained_on
 from open_clip_zerovl.data.reader import ShardReader, samples_of
-from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.data.splits import write_trained_on
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.features.sources import cut_captions
 from open_clip_zerovl.finetune.data import (
@@ -26,8 +26,8 @@ from open_clip_zerovl.finetune.data import (
 )
 from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.finetune.split import hold_out as hold_out_of
+from open_clip_zerovl.shards.files import write_retrieval_set, write_source
 from open_clip_zerovl.shards.tar import Sample
-from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 
 
 def picture(number: int) -> bytes:

@@ -17,8 +17,8 @@ from open_clip_zerovl.finetune.data import DataArguments
 from open_clip_zerovl.finetune.finetuning import _finished, _same_request
 from open_clip_zerovl.finetune.request import FinetuneRequest
 from open_clip_zerovl.finetune.training import Training
+from open_clip_zerovl.shards.files import write_retrieval_set, write_source
 from open_clip_zerovl.shards.tar import Sample
-from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 from support.pairs import picture
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
 

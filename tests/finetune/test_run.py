@@ -45,9 +45,9 @@ from open_clip_zerovl.finetune.request import (
 from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.sampling.schedule import Sampling
+from open_clip_zerovl.shards.files import write_retrieval_set as write_packed_set
+from open_clip_zerovl.shards.files import write_source
 from open_clip_zerovl.shards.tar import Sample
-from open_clip_zerovl.shards.writing import write_retrieval_set as write_packed_set
-from open_clip_zerovl.shards.writing import write_source
 from support.scoring import score_checkpoint
 from support.tiny_clip import (
     CLIP_TEXT,

@@ -14,8 +14,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.data.sources import count_tar_samples
 from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
+from open_clip_zerovl.shards.files import write_shard
 from open_clip_zerovl.shards.tar import BrokenTar, Member, Sample, read_samples, walk_tar
-from open_clip_zerovl.shards.writing import write_shard
 from support.tars import png, write_source, write_tar
 
 

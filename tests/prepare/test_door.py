@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import user_cache
 from open_clip_zerovl.data.reader import samples_of
-from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare import door
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards

@@ -25,9 +25,9 @@ from open_clip_zerovl.prepare.near import (
     picture_hashes,
     write_overlap,
 )
+from open_clip_zerovl.shards.files import write_retrieval_set
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.tar import Sample, read_samples
-from open_clip_zerovl.shards.writing import write_retrieval_set
 from support.tars import encoded, write_tar
 
 pytest.importorskip("imagehash")

@@ -17,7 +17,7 @@ from torchvision.transforms import ToTensor
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import image_transform_train
-from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.data.sets import IndexedSet
 from open_clip_zerovl.evaluate.metrics import accuracies
 from open_clip_zerovl.evaluate.probe import fit_logistic, probed_model, stored_features
 from open_clip_zerovl.features.encoder import tower_before_projection

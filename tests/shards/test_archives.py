@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.archives import json_array, members, open_member
+from open_clip_zerovl.shards.texts import json_array, members, open_member
 
 VALUE = [{"a": [1, 2.5e3, {"\u00fc": 'q"]}, \u20ac'}]}, 17, -3, "x", None, True, [], {}]
 

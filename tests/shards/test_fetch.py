@@ -25,7 +25,7 @@ from open_clip_zerovl.shards.fetch import (
     fetch_file,
     is_shard,
 )
-from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.files import open_index
 from open_clip_zerovl.shards.urls import check_openable
 from support.shard_server import ShardServer, shard_server
 from support.tars import write_source

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from open_clip_zerovl.shards.foreign import BadFile, read_foreign
-from open_clip_zerovl.shards.pictures import picture_files
+from open_clip_zerovl.shards.pictures import BadFile, picture_files, read_foreign
 from open_clip_zerovl.shards.texts import encoding_of
 
 

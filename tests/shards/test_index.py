@@ -18,8 +18,8 @@ from webdataset.tariterators import base_plus_ext
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
-from open_clip_zerovl.shards import index as tar_index
-from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards import files as tar_index
+from open_clip_zerovl.shards.files import open_index
 from open_clip_zerovl.shards.tar import META, ShardError, group, locate_samples
 from support.tars import png, write_source, write_tar
 

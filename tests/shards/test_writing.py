@@ -3,7 +3,7 @@
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards import writing as shards
+from open_clip_zerovl.shards import files as shards
 from open_clip_zerovl.shards.tar import Sample, read_samples
 
 

@@ -18,8 +18,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.identity import difference as claim_difference
 from open_clip_zerovl.core.processes import TrainingStopped
-from open_clip_zerovl.data.held_out import write_trained_on
 from open_clip_zerovl.data.reader import samples_of
+from open_clip_zerovl.data.splits import write_trained_on
 from open_clip_zerovl.finetune.data import find_data, open_sources, sets_of
 from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
 from open_clip_zerovl.finetune.request import FinetuneRequest
@@ -28,8 +28,8 @@ from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.recipe.arguments import settings_of
 from open_clip_zerovl.sampling import WHEN_DEBIASED
 from open_clip_zerovl.sampling.schedule import source_schedule
+from open_clip_zerovl.shards.files import write_retrieval_set, write_source
 from open_clip_zerovl.shards.tar import Sample
-from open_clip_zerovl.shards.writing import write_retrieval_set, write_source
 from open_clip_zerovl.trial import inputs, running
 from open_clip_zerovl.trial.flags import TrialFlags
 from support import ROOT

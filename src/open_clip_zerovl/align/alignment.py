@@ -46,7 +46,7 @@ from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.memory import available_bytes
-from open_clip_zerovl.data.held_out import (
+from open_clip_zerovl.data.splits import (
     Identities,
     as_keys,
     seen_sentence,

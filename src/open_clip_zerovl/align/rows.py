@@ -4,7 +4,7 @@
     ROWS/text-NAME-DIGEST/      rows (T, F), identity of each caption
 
 `n` samples and `T` captions of all sources, `F` width of a tower. An identity is a hash of a picture's pixels
-(`data.held_out`), of a caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or
+(`data.splits`), of a caption's text. It is 0 where there is no picture or caption. Equal identities are the same picture or
 caption: copies of a held-out picture are not trained on, and `--positives` finds positives.
 """
 
@@ -27,9 +27,9 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of, number_of
 from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.data.components import kind_of
-from open_clip_zerovl.data.held_out import Identities, draw_held_out, identity_of
-from open_clip_zerovl.data.retrieval import parse_retrieval_data
+from open_clip_zerovl.data.sets import parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.splits import Identities, draw_held_out, identity_of
 from open_clip_zerovl.features.embed import embed, estimated_seconds
 from open_clip_zerovl.features.sources import SourceSamples
 from open_clip_zerovl.features.store import FeatureStore

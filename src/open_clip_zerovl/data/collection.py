@@ -23,8 +23,7 @@ from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.splits import SPLITS
-from open_clip_zerovl.shards.foreign import BadFile, read_foreign
-from open_clip_zerovl.shards.pictures import PICTURE_WORDS, picture_files
+from open_clip_zerovl.shards.pictures import PICTURE_WORDS, BadFile, picture_files, read_foreign
 from open_clip_zerovl.shards.tar import Sample
 
 # keys of a json; img2dataset writes `url`
@@ -125,7 +124,7 @@ def open_collection(data: str) -> Collection:
 
 
 def picture_file(path: str) -> bytes | None:
-    """Read the bytes of a picture's file, None if it cannot be read. UserError as `foreign.read_foreign`."""
+    """Read the bytes of a picture's file, None if it cannot be read. UserError as `pictures.read_foreign`."""
     try:
         return read_foreign(path)
     except BadFile:

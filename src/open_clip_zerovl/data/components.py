@@ -37,8 +37,8 @@ import yaml
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.shards.fetch import RetryPolicy, ShardCache, Unreachable
+from open_clip_zerovl.shards.files import RETRIEVAL_MARK, SIZES_FILE, parse_sizes, read_sizes
 from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path, matching_urls
-from open_clip_zerovl.shards.writing import RETRIEVAL_MARK, SIZES_FILE, parse_sizes, read_sizes
 
 EXTENSIONS = (".csv", ".tsv")  # of tables
 PACKED = "pack.json"  # marks an output of `zerovl data pack`

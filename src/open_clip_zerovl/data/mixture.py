@@ -39,15 +39,13 @@ from open_clip_zerovl.core.randomness import (
     stream,
     stream_seed,
 )
-from open_clip_zerovl.data.buffers import BufferPool, PooledBatch
 from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
 from open_clip_zerovl.data.pixels import PixelTransform, pictures
 from open_clip_zerovl.data.reader import ShardReader, picture_of
-from open_clip_zerovl.data.sample_stream import SampleStream, Shown, SliceReader
+from open_clip_zerovl.data.sample_stream import BatchReport, SampleStream, Shown, SliceReader
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.data.stats import BatchReport
 from open_clip_zerovl.data.tokens import fast_tokenizer
-from open_clip_zerovl.data.workers import SharedNumbers
+from open_clip_zerovl.data.workers import BufferPool, PooledBatch, SharedNumbers
 from open_clip_zerovl.sampling.assignment import Assignment
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, source_schedule

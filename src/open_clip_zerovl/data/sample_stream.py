@@ -26,9 +26,14 @@ import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.data.captions import draw, texts_of
-from open_clip_zerovl.data.reader import SURPLUS, ShardReader, picture_of, sample_sentence
-from open_clip_zerovl.data.stats import DroppedSample
+from open_clip_zerovl.data.reader import (
+    SURPLUS,
+    ShardReader,
+    draw,
+    picture_of,
+    sample_sentence,
+    texts_of,
+)
 from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.slices import ShardSlice
 from open_clip_zerovl.shards.tar import Sample, ShardError
@@ -41,6 +46,43 @@ MARGIN_SAMPLES = (
 
 Item = TypeVar("Item")
 Image = TypeVar("Image")
+
+
+@dataclass(frozen=True)
+class DroppedSample:
+    """One sample that was replaced.
+
+    Attributes:
+        source: index of its source.
+        reason: a few words to count by.
+        key, shard: where it lies; the key is empty where the shard is lost.
+        detail: the exact fault.
+        position: number of the lost sample in its source's cycle.
+    """
+
+    source: int
+    reason: str
+    key: str
+    shard: str
+    detail: str
+    position: int
+
+
+@dataclass
+class BatchReport:
+    """A worker's report on a batch.
+
+    Attributes:
+        delivered: source -> samples in the batch, replaced ones included.
+        dropped: one entry for each replaced sample.
+        notes: sentences about odd things through which no sample is lost.
+        full: source -> samples whose caption fills the text tower's context.
+    """
+
+    delivered: dict[int, int] = field(default_factory=dict)
+    dropped: list[DroppedSample] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    full: dict[int, int] = field(default_factory=dict)
 
 
 class Placed(NamedTuple):

@@ -48,11 +48,10 @@ from open_clip_zerovl.data.names import (
 )
 from open_clip_zerovl.data.splits import require_training, require_training_samples, shards_of_split
 from open_clip_zerovl.shards.fetch import ShardCache
-from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.files import SHARD_COUNT, open_index
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.tar import BYTES_BEHIND, ShardError, locate_samples
 from open_clip_zerovl.shards.urls import REMOTE, check_openable, local_path, shard_digests
-from open_clip_zerovl.shards.writing import SHARD_COUNT
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from open_clip_zerovl.checkpoints.card import ModelCard, run_facts
 from open_clip_zerovl.checkpoints.export import write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.data.held_out import Identities, list_of_trained, trained_on
-from open_clip_zerovl.data.indexed import IndexedSet
-from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.splits import Identities, list_of_trained, trained_on
 from open_clip_zerovl.evaluate.metrics import DIRECTIONS, RECALL_KS
 from open_clip_zerovl.evaluate.retrieval import RetrievalSettings, score_set
 from open_clip_zerovl.evaluate.settings import CurveFlags

@@ -27,7 +27,7 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.processes import take_product_buffer
-from open_clip_zerovl.data.indexed import IndexedSet, class_list, open_probe_set
+from open_clip_zerovl.data.sets import IndexedSet, class_list, open_probe_set
 from open_clip_zerovl.evaluate.metrics import (
     class_indices,
     distinct_names,
@@ -63,7 +63,7 @@ def run_linear_probe(
 
     Args:
         encoder: the model.
-        train, test: labelled sets, see `data.indexed.open_probe_set`.
+        train, test: labelled sets, see `data.sets.open_probe_set`.
         out: folder of the results and of the features, which a later call reads again.
         label: where shards keep the class.
         amp: run the tower (not the classifier) in bf16.

@@ -24,8 +24,8 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.images import paper_transform_of
-from open_clip_zerovl.data.indexed import IndexedSet
-from open_clip_zerovl.data.retrieval import (
+from open_clip_zerovl.data.sets import (
+    IndexedSet,
     open_retrieval_set,
     parse_retrieval_data,
     retrieval_batches,

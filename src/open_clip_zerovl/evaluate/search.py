@@ -38,8 +38,7 @@ from open_clip_zerovl.features.embed import Parts, Pictures, embed_pictures
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.report.html import thumbnail, write_page
-from open_clip_zerovl.shards.foreign import BadFile, read_foreign
-from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.pictures import BadFile, BadPicture, read_foreign
 
 CAPTION_CHARACTERS = 60  # of a caption in the terminal
 

@@ -18,8 +18,7 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.evaluate.search import Searcher, thumbnail_of
 from open_clip_zerovl.evaluate.settings import ServeSettings
 from open_clip_zerovl.report.html import render
-from open_clip_zerovl.shards.foreign import BadFile, read_foreign
-from open_clip_zerovl.shards.pictures import BadPicture
+from open_clip_zerovl.shards.pictures import BadFile, BadPicture, read_foreign
 
 BEST, MOST = 10, 50  # pictures shown of each model
 WORDS = 300  # characters of a query

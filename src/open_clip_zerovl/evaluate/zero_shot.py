@@ -3,7 +3,7 @@
 Legend: `N` pictures, `C` classes, `D` embedding width.
 
 A class is the normalised mean of the normalised embeddings of its captions; a picture belongs to the class with the largest
-inner product (CLIP's ensembles; CLIP_benchmark computes the same). Labelled sets, besides what `data.indexed.open_probe_set`
+inner product (CLIP's ensembles; CLIP_benchmark computes the same). Labelled sets, besides what `data.sets.open_probe_set`
 reads:
 
     SET/SPLIT/              if there is a folder of the split's name, it is the set
@@ -30,10 +30,8 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, check_writable, write_atomically
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.class_words import class_words, lines_of
-from open_clip_zerovl.data.indexed import IndexedSet, class_list, open_probe_set
-from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, file_of_words
-from open_clip_zerovl.data.retrieval import parse_retrieval_data
+from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, class_words, file_of_words, lines_of
+from open_clip_zerovl.data.sets import IndexedSet, class_list, open_probe_set, parse_retrieval_data
 from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.evaluate.metrics import (
     class_indices,
@@ -46,8 +44,8 @@ from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.features.embed import picture_features
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.report.tables import Scores, text_table
-from open_clip_zerovl.shards.foreign import text_of
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.texts import text_of
 
 #: CLIP's short list of seven, which its authors found to be nearly as good as all eighty.
 CLIP_TEMPLATES = tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES)

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.images import collate_images
-from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.data.sets import IndexedSet
 from open_clip_zerovl.data.workers import read_batches
 from open_clip_zerovl.features.encoder import CPU_PICTURES, FrozenModel
 from open_clip_zerovl.features.store import FeatureStore

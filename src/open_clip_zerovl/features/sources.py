@@ -16,12 +16,17 @@ import torch
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.captions import members_of, texts_of
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.names import field_names
-from open_clip_zerovl.data.reader import ShardReader, picture_of, sample_sentence
+from open_clip_zerovl.data.reader import (
+    ShardReader,
+    members_of,
+    picture_of,
+    sample_sentence,
+    texts_of,
+)
 from open_clip_zerovl.data.sources import Source, contents_of_shards
-from open_clip_zerovl.shards.index import open_index
+from open_clip_zerovl.shards.files import open_index
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.tar import WANTED, Sample, ShardError
 from open_clip_zerovl.shards.texts import BadCaption, Fault, caption_of

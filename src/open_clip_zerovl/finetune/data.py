@@ -23,9 +23,8 @@ from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import did_you_mean
 from open_clip_zerovl.core.identity import CONTENT, digest_of
 from open_clip_zerovl.data.components import kind_of
-from open_clip_zerovl.data.indexed import IndexedSet
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
-from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, content_of_sources, parse_sources
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet, open_labelled_set
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards

@@ -30,7 +30,7 @@ from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.identity import CONTENT, claim, difference, read_claim
 from open_clip_zerovl.core.processes import MEMORY_FULL, MemoryFull, usable_cores, visible_gpus
-from open_clip_zerovl.data.held_out import list_of_trained, trained_on
+from open_clip_zerovl.data.splits import list_of_trained, trained_on
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.evaluate.curve import require_possible
 from open_clip_zerovl.evaluate.metrics import recall_bounds

@@ -14,7 +14,7 @@ from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.data.held_out import as_keys
+from open_clip_zerovl.data.splits import as_keys
 from open_clip_zerovl.evaluate.curve import (
     Curve,
     CurveSettings,

@@ -1,6 +1,6 @@
 """Holds pictures out of a fine-tuning: all samples of a picture are on one side.
 
-OUT/data/pictures/CONTENT.npz         the identity of each sample's picture (`data.held_out`), for a later call
+OUT/data/pictures/CONTENT.npz         the identity of each sample's picture (`data.splits`), for a later call
 OUT/data/excluded.npy                 the identities of the pictures that are not trained on
 OUT/data/rest/NAME-DIGEST/            the shards of a source without the samples whose pictures are held out
 OUT/data/held-out/test/0.tar ...      where no held-out set was given: a part of the pictures with all their captions, in
@@ -24,7 +24,12 @@ from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import atomic_file, read_arrays, scratch_folder, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.core.processes import usable_cores
-from open_clip_zerovl.data.held_out import (
+from open_clip_zerovl.data.images import decode_image
+from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
+from open_clip_zerovl.data.reader import samples_of
+from open_clip_zerovl.data.sets import IndexedSet
+from open_clip_zerovl.data.sources import Source, content_of_source
+from open_clip_zerovl.data.splits import (
     Identities,
     as_keys,
     draw_held_out,
@@ -32,11 +37,6 @@ from open_clip_zerovl.data.held_out import (
     seen_sentence,
     trained_on,
 )
-from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.data.indexed import IndexedSet
-from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
-from open_clip_zerovl.data.reader import samples_of
-from open_clip_zerovl.data.sources import Source, content_of_source
 from open_clip_zerovl.finetune.data import (
     DATA_FLAG,
     HELD_OUT,
@@ -45,9 +45,9 @@ from open_clip_zerovl.finetune.data import (
     open_sources,
 )
 from open_clip_zerovl.prepare.door import keep_in_use, make_room
+from open_clip_zerovl.shards.files import SIZES_FILE, write_retrieval_set, write_shard
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.tar import Sample
-from open_clip_zerovl.shards.writing import SIZES_FILE, write_retrieval_set, write_shard
 
 SPLIT_FILE, EXCLUDED_FILE = "split.json", "excluded.npy"
 HELD_OUT_SHARE = 0.1  # of the pictures

@@ -24,7 +24,7 @@ from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, describes_mo
 
 CONFIG_FILE = "open_clip_config.json"
 LOCAL_DIR = "local-dir:"
-TRAINED_ON = "trained_on.npy"  # the pictures on which the model was trained (`data.held_out`)
+TRAINED_ON = "trained_on.npy"  # the pictures on which the model was trained (`data.splits`)
 TOWER_FILE = "config.json"  # of a Hugging Face text tower
 TOKENIZER_FILES = (
     "tokenizer.json",

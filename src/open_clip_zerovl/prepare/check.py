@@ -18,6 +18,7 @@ from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.identity import sha256_of
 from open_clip_zerovl.prepare.pack.write import read_manifest
+from open_clip_zerovl.shards.files import SIZES_FILE, read_sizes
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, BadPicture, decoded
 from open_clip_zerovl.shards.tar import (
     TEXT_EXTENSION,
@@ -28,7 +29,6 @@ from open_clip_zerovl.shards.tar import (
     opened,
 )
 from open_clip_zerovl.shards.texts import EMPTY, BadCaption, caption_lines, caption_of
-from open_clip_zerovl.shards.writing import SIZES_FILE, read_sizes
 
 #: First and last bytes of a whole picture, by extension of `pictures.IMAGE_EXTENSIONS`.
 PICTURE_MARKS = {

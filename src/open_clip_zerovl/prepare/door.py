@@ -25,7 +25,7 @@ from open_clip_zerovl.core.files import lock_file, locked, user_cache
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.names import NAME
-from open_clip_zerovl.data.retrieval import parse_retrieval_data
+from open_clip_zerovl.data.sets import parse_retrieval_data
 from open_clip_zerovl.prepare.pack.collect import is_address
 from open_clip_zerovl.prepare.pack.columned import KarpathyReader
 from open_clip_zerovl.prepare.pack.inputs import ENDINGS, fetched, form_of, open_input

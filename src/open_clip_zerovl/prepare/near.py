@@ -35,9 +35,8 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.identity import digest_of
 from open_clip_zerovl.data.components import kind_of
-from open_clip_zerovl.data.indexed import Picture
 from open_clip_zerovl.data.reader import samples_of
-from open_clip_zerovl.data.retrieval import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import Picture, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion

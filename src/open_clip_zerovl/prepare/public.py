@@ -27,13 +27,13 @@ from typing import IO, Any, NamedTuple
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.retrieval import read_karpathy
+from open_clip_zerovl.data.sets import read_karpathy
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.settings import Columns, Limits, PackSettings, Work
-from open_clip_zerovl.shards.archives import BROKEN_ARCHIVE, find_member, json_array, open_member
 from open_clip_zerovl.shards.fetch import fetch_file
+from open_clip_zerovl.shards.files import RETRIEVAL_MARK
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, picture_files
-from open_clip_zerovl.shards.writing import RETRIEVAL_MARK
+from open_clip_zerovl.shards.texts import BROKEN_ARCHIVE, find_member, json_array, open_member
 
 _KARPATHY = "https://cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip"
 _VG = "https://homes.cs.washington.edu/~ranjay/visualgenome/data/dataset"

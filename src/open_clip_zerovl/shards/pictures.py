@@ -1,4 +1,4 @@
-"""Encoded pictures, opened in the same way everywhere: one list of formats, one error, one conversion to upright 8-bit RGB.
+"""Encoded pictures, found, read and opened in the same way everywhere: one list of formats, one way to upright 8-bit RGB.
 
 Pillow goes by a picture's bytes, not its name: a `.jpg` may be EPS, for which Pillow starts Ghostscript. Only FORMATS are
 opened; all of them are decoded in this process. HEIC, which phones write, is opened where the package pillow-heif is installed.
@@ -20,7 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from PIL import Image, PngImagePlugin
 
-from open_clip_zerovl.shards.texts import Fault
+from open_clip_zerovl.core.files import regular_file
+from open_clip_zerovl.shards.texts import Fault, check_open_files
+
+LARGEST_PICTURE_BYTES = 1 << 30
 
 HAS_HEIF = importlib.util.find_spec("pillow_heif") is not None
 HEIF_EXTENSIONS = ("heic", "heif")
@@ -147,6 +150,35 @@ def left_out(names: Iterable[str]) -> str:
         heif = suffix.removeprefix(".") in HEIF_EXTENSIONS
         words.append(f"{count:,} {suffix}" + (f" {HEIF_ADVICE}" if heif else ""))
     return ", ".join(words)
+
+
+class BadFile(Fault):
+    """A file that cannot be used."""
+
+
+def read_foreign(path: str | os.PathLike[str], most_bytes: int = LARGEST_PICTURE_BYTES) -> bytes:
+    """Read a regular file. A pipe, a device, a folder and a file beyond the limit are refused before they are read.
+
+    Raises:
+        BadFile: any fault of the file or of its name.
+        UserError: the process has as many files open as it may, which is not the file's fault.
+    """
+    try:
+        with regular_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(most_bytes + 1) if size <= most_bytes else b""
+    except FileNotFoundError as error:
+        raise BadFile("file missing", f"{path} does not exist") from error
+    except OSError as error:
+        check_open_files(error)
+        raise BadFile(
+            "file cannot be read", f"{path} cannot be read ({error.strerror or error})"
+        ) from error
+    except ValueError as error:  # a NUL in the path
+        raise BadFile("file missing", f"{path!r} cannot be the name of a file") from error
+    if size > most_bytes or len(content) > most_bytes:
+        raise BadFile("file too large", f"{path} has more than {most_bytes >> 20} MiB")
+    return content
 
 
 class BadPicture(Fault):

@@ -21,7 +21,6 @@ ends at its end mark only if nothing but zeros follows: behind the mark of `cat 
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import logging
@@ -37,7 +36,13 @@ from typing import IO, Any, NamedTuple, TypeVar, cast
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
-from open_clip_zerovl.shards.texts import BadCaption, Fault, caption_lines, caption_of
+from open_clip_zerovl.shards.texts import (
+    BadCaption,
+    Fault,
+    caption_lines,
+    caption_of,
+    check_open_files,
+)
 
 #: The order in which CLIP_benchmark looks for the picture. Retrieval sets keep it on purpose: both programs score the same.
 CLIP_BENCHMARK_ORDER = tuple(dict.fromkeys(("webp", "png", "jpg", "jpeg", *IMAGE_EXTENSIONS)))
@@ -206,7 +211,7 @@ def locate_samples(
     """Yield the samples of a plain local tar as (key, {suffix: member}), from the headers alone.
 
     Args:
-        begin: where the headers of the first sample begin (`index.TarIndex`).
+        begin: where the headers of the first sample begin (`files.TarIndex`).
         whole: a tar without its end mark is torn, too: it may have been cut off between two samples.
 
     Raises:
@@ -326,16 +331,8 @@ def words_of(error: BaseException) -> str:
 
 
 def unreadable(error: OSError) -> ShardError:
-    """Make the ShardError of a shard that cannot be opened.
-
-    Raises:
-        UserError: the process has as many files open as it may, which is not the shard's fault.
-    """
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        raise UserError(
-            "this process has as many files open as it may, and a loader process keeps one or two open for each source; raise "
-            "the limit (ulimit -n), or take fewer sources"
-        ) from error
+    """Make the ShardError of a shard that cannot be opened. UserError as `texts.check_open_files`."""
+    check_open_files(error)
     return ShardError("unreadable shard", words_of(error))
 
 

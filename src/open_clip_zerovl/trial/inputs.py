@@ -20,9 +20,9 @@ from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.identity import CONTENT, claim, difference
-from open_clip_zerovl.data.held_out import FEWEST_HELD_OUT, trained_on
-from open_clip_zerovl.data.indexed import IndexedSet
+from open_clip_zerovl.data.sets import IndexedSet
 from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.data.splits import FEWEST_HELD_OUT, trained_on
 from open_clip_zerovl.evaluate.metrics import is_above_chance
 from open_clip_zerovl.evaluate.retrieval import score_set
 from open_clip_zerovl.evaluate.settings import RetrievalSettings

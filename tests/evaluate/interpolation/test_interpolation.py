@@ -14,7 +14,7 @@ from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.held_out import trained_on, write_trained_on
+from open_clip_zerovl.data.splits import trained_on, write_trained_on
 from open_clip_zerovl.evaluate.curve import (
     CurveSettings,
     Point,

@@ -20,11 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.retrieval import (
-    open_retrieval_set,
-    parse_retrieval_data,
-    retrieval_batches,
-)
+from open_clip_zerovl.data.sets import open_retrieval_set, parse_retrieval_data, retrieval_batches
 from open_clip_zerovl.evaluate import metrics as metrics_module
 from open_clip_zerovl.evaluate.metrics import (
     recall_bounds,

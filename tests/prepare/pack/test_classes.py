@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.indexed import open_probe_set
-from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.prepare.pack.report import RELEASED, commands, lines, next_line
 from open_clip_zerovl.prepare.pack.rows import ZERO_SHOT_TEMPLATES, class_caption

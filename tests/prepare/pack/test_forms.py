@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import FinetuneData, find_data
 from open_clip_zerovl.prepare.check import check_shards

@@ -17,7 +17,7 @@ from open_clip_zerovl.prepare.pack import collect, packing, write
 from open_clip_zerovl.prepare.pack.collect import Collecting
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
-from open_clip_zerovl.shards import writing
+from open_clip_zerovl.shards import files as writing
 from support.hostile_server import hostile_server
 from support.pairs import as_csv, as_folder, make_pairs, picture, shards_of
 

@@ -10,7 +10,7 @@ import open_clip
 import pytest
 
 from open_clip_zerovl.cli.program import main
-from open_clip_zerovl.data.retrieval import open_retrieval_set
+from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from support.programs import COMMON, launch
 from support.tiny_clip import (

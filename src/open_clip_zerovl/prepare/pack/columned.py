@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.data.class_words import class_words
+from open_clip_zerovl.data.names import class_words
 from open_clip_zerovl.prepare.pack import parquet
 from open_clip_zerovl.prepare.pack.columns import (
     Chosen,
@@ -29,9 +29,8 @@ from open_clip_zerovl.prepare.pack.csv_rows import CsvRows
 from open_clip_zerovl.prepare.pack.places import Places, public_name
 from open_clip_zerovl.prepare.pack.rows import ADDRESS, ClassTemplates, Reader, Row, word_of
 from open_clip_zerovl.prepare.settings import Columns
-from open_clip_zerovl.shards.archives import json_array, members, open_member
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
-from open_clip_zerovl.shards.texts import encoding_of
+from open_clip_zerovl.shards.texts import encoding_of, json_array, members, open_member
 
 _LOOKED_AT = 100  # objects of a JSON file, for the names of columns
 _COCO_LISTS = re.compile(rb'"(images|annotations)"\s*:\s*\[')

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from open_clip_zerovl.data.held_out import picture_key
+from open_clip_zerovl.data.splits import picture_key
 from open_clip_zerovl.shards.pictures import (
     BadPicture,
     as_shown,

@@ -15,7 +15,7 @@ from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.splits import FolderSplits, by_file_name, split_above
 from open_clip_zerovl.prepare.pack.columns import is_utf8
 from open_clip_zerovl.prepare.pack.encode import Failure
-from open_clip_zerovl.shards.foreign import LARGEST_PICTURE_BYTES, BadFile, read_foreign
+from open_clip_zerovl.shards.pictures import LARGEST_PICTURE_BYTES, BadFile, read_foreign
 
 ADDRESS = ("http://", "https://")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.class_words import class_order, class_words, names_beside
+from open_clip_zerovl.data.names import class_order, class_words, names_beside
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column
 from open_clip_zerovl.prepare.pack.columns import find, guess_captions
 from open_clip_zerovl.prepare.pack.columns import listed as shown_names

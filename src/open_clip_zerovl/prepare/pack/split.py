@@ -1,6 +1,6 @@
 """The held-out set, and pictures that are left out. Both go by pictures: rows and files with the same pixels are one.
 
-`data.held_out` says which pictures are held out, each by itself. With more data in a later call they stay so.
+`data.splits` says which pictures are held out, each by itself. With more data in a later call they stay so.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.held_out import first_of_training
-from open_clip_zerovl.data.splits import SPLITS, FolderSplits
+from open_clip_zerovl.data.splits import SPLITS, FolderSplits, first_of_training
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 
 

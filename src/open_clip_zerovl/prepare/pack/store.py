@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.identity import digest_of
-from open_clip_zerovl.data.class_words import class_order
-from open_clip_zerovl.data.held_out import position
-from open_clip_zerovl.data.splits import split_of_word
+from open_clip_zerovl.data.names import class_order
+from open_clip_zerovl.data.splits import position, split_of_word
 from open_clip_zerovl.prepare.pack.rows import Row
 from open_clip_zerovl.prepare.pack.spool import RowOutcome
 

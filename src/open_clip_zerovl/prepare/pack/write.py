@@ -25,13 +25,8 @@ from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.core.identity import digest_of_all, read_claim, sha256_of
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
+from open_clip_zerovl.shards.files import SHARD_COUNT, SIZES_FILE, mark_retrieval_set, write_shard
 from open_clip_zerovl.shards.tar import TEXT_EXTENSION, Sample
-from open_clip_zerovl.shards.writing import (
-    SHARD_COUNT,
-    SIZES_FILE,
-    mark_retrieval_set,
-    write_shard,
-)
 
 MANIFEST_FILE = "manifest.json"
 #: Raised by one when the same samples and settings give other shards than before.
