@@ -31,7 +31,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from open_clip_zerovl.cli.program import main as zerovl
+from open_clip_zerovl.cli import main as zerovl
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import TrainingProcess, start_training
 from open_clip_zerovl.report.record import RECORD, read_record

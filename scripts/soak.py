@@ -45,7 +45,7 @@ import torch
 from PIL import Image
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.cli.program import main as zerovl
+from open_clip_zerovl.cli import main as zerovl
 from open_clip_zerovl.core.errors import DEFECT
 from open_clip_zerovl.shards.files import write_source
 from open_clip_zerovl.shards.tar import Sample

@@ -40,7 +40,7 @@ def room_of(module: str) -> str:
     first, *rest = module.split(".")
     if first != "open_clip_zerovl":
         return first
-    return "api" if rest == ["results"] else "".join(rest[:1])
+    return "api" if rest in (["results"], ["doctor"]) else "".join(rest[:1])
 
 
 def imports_of(code: str, module: str) -> frozenset[str]:

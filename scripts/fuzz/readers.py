@@ -17,9 +17,9 @@ import open_clip
 import torch
 from open_clip.transform import image_transform
 
+from open_clip_zerovl import cli as program
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.weights import read_epoch, read_state_dict
-from open_clip_zerovl.cli import program
 from open_clip_zerovl.core.errors import DEFECT, UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.data.images import crop_of, decode_image

@@ -30,8 +30,7 @@ from tqdm.auto import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, ended
-from open_clip_zerovl.core.files import check_writable, save_atomically, write_atomically
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import check_writable, digest_of, save_atomically, write_atomically
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.images import image_transform_train, paper_transform_of
 from open_clip_zerovl.data.sets import IndexedSet, class_list, picture_batches

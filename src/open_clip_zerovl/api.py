@@ -26,9 +26,8 @@ from typing import Annotated as A
 
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
-from open_clip_zerovl.core.command import command, words_of
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import natural, positive, redeclared
+from open_clip_zerovl.core.flags import command, natural, positive, redeclared, words_of
 from open_clip_zerovl.core.flags import seed as a_seed
 from open_clip_zerovl.core.processes import follow_training, take_gpus
 from open_clip_zerovl.core.releases import load_open_clip

@@ -19,8 +19,7 @@ import torch
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, tower_difference
 from open_clip_zerovl.checkpoints.weights import require_finite_weights
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import reading
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import digest_of, reading
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision

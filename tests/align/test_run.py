@@ -24,7 +24,7 @@ from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.align.pairing import short_names
 from open_clip_zerovl.align.rows import embed_tower, open_sources
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import normalize
 from open_clip_zerovl.evaluate.metrics import retrieval_metrics

@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 
 from open_clip_zerovl.checkpoints.export import push_folder
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 from support.model_hub import model_hub
 from support.tiny_clip import (
     NATIVE_VISION,

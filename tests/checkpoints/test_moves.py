@@ -22,7 +22,7 @@ from open_clip_zerovl.checkpoints.card import MOVED
 from open_clip_zerovl.checkpoints.export import _for_repository, export_local_dir, loading_notes
 from open_clip_zerovl.checkpoints.loading import Encoder, load_model
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.curve import write_between
 from open_clip_zerovl.models.build import create_model_and_transforms

@@ -27,7 +27,7 @@ from open_clip_zerovl.checkpoints.transformers_folder import (
     whole_model,
 )
 from open_clip_zerovl.checkpoints.transformers_towers import straight_pooler
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from support import warm
 from support.tiny_clip import (

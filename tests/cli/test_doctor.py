@@ -11,8 +11,8 @@ from importlib import metadata
 import pytest
 import torch
 
-from open_clip_zerovl.cli import doctor
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl import doctor
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 
 
@@ -90,7 +90,7 @@ def test_an_open_clip_of_a_wrong_version_is_found_by_the_command(tmp_path):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]),
     }
-    program = "from open_clip_zerovl.cli.doctor import *; print(page([('open_clip_torch', *open_clip_version())]))"
+    program = "from open_clip_zerovl.doctor import *; print(page([('open_clip_torch', *open_clip_version())]))"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     seen = "1> open_clip_torch  2.30.0           supported: 3.3.x, tested with 3.3.0; 4.x, tested"

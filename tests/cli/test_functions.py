@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModel
 
 import open_clip_zerovl.api as zerovl
 from open_clip_zerovl.checkpoints.weights import read_state_dict
-from open_clip_zerovl.cli.program import main
-from open_clip_zerovl.core.command import words_of
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.flags import words_of
 from open_clip_zerovl.core.processes import follow_training
 from open_clip_zerovl.evaluate.search import Hit
 from support import warm

@@ -20,11 +20,11 @@ import pytest
 
 import open_clip_zerovl as package
 from open_clip_zerovl import __version__
+from open_clip_zerovl import cli as program
 from open_clip_zerovl.api import show_progress
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.cli import program
-from open_clip_zerovl.cli.program import main
-from open_clip_zerovl.core.command import parameters_of
+from open_clip_zerovl.cli import main
+from open_clip_zerovl.core.flags import parameters_of
 from open_clip_zerovl.recipe.flags import TuningFlags
 from support.tars import png, write_source, write_tar
 from support.tiny_clip import (

@@ -8,7 +8,7 @@ import shlex
 import open_clip_train.params
 import pytest
 
-from open_clip_zerovl.cli.program import ALL, TAKE_WORDS, find_command, parser_of
+from open_clip_zerovl.cli import ALL, TAKE_WORDS, find_command, parser_of
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.recipe.flags import SECTIONS
 from support import ROOT

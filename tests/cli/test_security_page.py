@@ -1,6 +1,6 @@
 """docs/security.md lists the inputs and outputs of every command."""
 
-from open_clip_zerovl.cli.program import ALL
+from open_clip_zerovl.cli import ALL
 from support import ROOT
 
 

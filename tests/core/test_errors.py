@@ -16,7 +16,7 @@ from open_clip.transform import image_transform
 from transformers import AutoConfig
 
 from open_clip_zerovl import cli
-from open_clip_zerovl.cli import program
+from open_clip_zerovl import cli as program
 from open_clip_zerovl.core.errors import UserError, ended, printable
 from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.prepare.check import check_report, check_shards

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.identity import claim, digest_of, number_of
+from open_clip_zerovl.core.files import claim, digest_of, number_of
 
 REQUEST = {"--seed": 1, "--set lr": "1e-3", "--lora": None, "alphas": [0, 1], "content of x": "ab"}
 

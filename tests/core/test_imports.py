@@ -46,7 +46,7 @@ def test_configs_are_registered_in_either_order():
     [
         "import open_clip_zerovl",
         "import open_clip_zerovl.cli",
-        "from open_clip_zerovl.cli.program import command_list; command_list()",
+        "from open_clip_zerovl.cli import command_list; command_list()",
         "import open_clip_zerovl.api, open_clip_zerovl.data, open_clip_zerovl.evaluate, open_clip_zerovl.checkpoints",
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from open_clip_zerovl.core.identity import file_digests
+from open_clip_zerovl.core.files import file_digests
 from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.data.sources import content_of_sources
@@ -124,10 +124,10 @@ def test_a_file_is_read_again_only_after_it_has_changed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     read: list[str] = []
     monkeypatch.setattr(
-        "open_clip_zerovl.core.identity.sha256_of",
+        "open_clip_zerovl.core.files.sha256_of",
         lambda path: read.append(Path(path).name) or Path(path).read_text(),
     )
-    monkeypatch.setattr("open_clip_zerovl.core.identity._SETTLED_NS", 0)
+    monkeypatch.setattr("open_clip_zerovl.core.files._SETTLED_NS", 0)
     folder = tmp_path / "x"
     folder.mkdir()
     files = [folder / name for name in "abc"]
@@ -149,7 +149,7 @@ def test_a_file_is_read_again_only_after_it_has_changed(tmp_path, monkeypatch):
     kept.write_text("half")
     assert reads() == ["a", "b", "c"] and reads() == ["c"]
     # A file of this moment may change once more within the resolution of its time.
-    monkeypatch.setattr("open_clip_zerovl.core.identity._SETTLED_NS", 10**12)
+    monkeypatch.setattr("open_clip_zerovl.core.files._SETTLED_NS", 10**12)
     os.utime(files[0])
     assert reads() == ["a", "c"] and reads() == ["a", "c"]
     kept.parent.chmod(0o500)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sample_stream import SampleStream, SliceReader

@@ -17,7 +17,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torchvision.transforms import ToTensor
 
-from open_clip_zerovl.cli import program as cli
+from open_clip_zerovl import cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sets import IndexedSet, class_list, open_probe_set
 from open_clip_zerovl.evaluate.metrics import (

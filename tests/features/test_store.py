@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import digest_of
 from open_clip_zerovl.data.sources import contents_of_shards, parse_sources
 from open_clip_zerovl.features.embed import Pictures, embed
 from open_clip_zerovl.features.encoder import FrozenModel

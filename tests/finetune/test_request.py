@@ -10,8 +10,8 @@ import pytest
 
 from open_clip_zerovl import api
 from open_clip_zerovl.checkpoints.loading import Encoder
-from open_clip_zerovl.cli.program import parser_of
-from open_clip_zerovl.core import command
+from open_clip_zerovl.cli import parser_of
+from open_clip_zerovl.core import flags as command
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.finetune.data import DataArguments
 from open_clip_zerovl.finetune.finetuning import _finished, _same_request

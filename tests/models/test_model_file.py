@@ -12,7 +12,7 @@ import torch
 
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.configs import register_model_file
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, write_run

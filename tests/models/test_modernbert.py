@@ -15,7 +15,7 @@ from open_clip import hf_model
 from transformers import AutoModel
 
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.tokens import fast_tokenizer
 from open_clip_zerovl.dga import DecoupledGradientAccumulation

@@ -9,9 +9,9 @@ import tarfile
 
 import pytest
 
-from open_clip_zerovl.cli import program as cli
+from open_clip_zerovl import cli
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.identity import sha256_of
+from open_clip_zerovl.core.files import sha256_of
 from open_clip_zerovl.data.sources import count_tar_samples
 from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
 from open_clip_zerovl.shards.files import write_shard

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from open_clip_zerovl.cli import program as cli
+from open_clip_zerovl import cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare import near
 from open_clip_zerovl.prepare.near import (

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import digest_of
 from open_clip_zerovl.data.sets import IndexedSet, Picture
 
 COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from open_clip_zerovl.cli import program
-from open_clip_zerovl.cli.program import main as zerovl
+from open_clip_zerovl import cli as program
+from open_clip_zerovl.cli import main as zerovl
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.step import RecipeStep
 from support.tars import write_source

@@ -15,8 +15,8 @@ import pytest
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import difference as claim_difference
 from open_clip_zerovl.core.flags import flags_of
-from open_clip_zerovl.core.identity import difference as claim_difference
 from open_clip_zerovl.core.processes import TrainingStopped
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.splits import write_trained_on

@@ -43,8 +43,7 @@ from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import choose_device, load_model
 from open_clip_zerovl.checkpoints.transformers_folder import is_transformers_folder
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import check_writable, digest_of, write_atomically
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.data.splits import (
     Identities,

@@ -24,7 +24,7 @@ from torch import Tensor
 from open_clip_zerovl.align.encoders import Tower
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.identity import digest_of, number_of
+from open_clip_zerovl.core.files import digest_of, number_of
 from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.sets import parse_retrieval_data

@@ -33,9 +33,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from open_clip_zerovl.core.command import Parser
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import positive
+from open_clip_zerovl.core.flags import Parser, positive
 
 PREEMPTED_STATUS = 85  # exit status of a training that was stopped with a step checkpoint; torchrun turns it into 1
 REQUEUE_MARKER = "requeue"  # a file in the run's folder: the launcher is to start this run again with --resume latest

@@ -42,8 +42,7 @@ from PIL import Image
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import regular_file
-from open_clip_zerovl.core.identity import digest_of, file_digests
+from open_clip_zerovl.core.files import digest_of, file_digests, regular_file
 from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.components import Component, expand_shards, kind_of, packed_folders
 from open_clip_zerovl.data.images import decode_image

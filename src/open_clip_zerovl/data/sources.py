@@ -11,7 +11,7 @@ A component without a name takes that of its folder. Sizes come from the `sizes.
 looks into the first shard's folder only). Shards that no `sizes.json` lists are counted from their tar headers.
 
 The content of a source is the bytes of its shards in their order, and the words of its classes: by it two calls have the same
-data (`core.identity`). Paths, names of sources and times do not count: a copy is the same data, and another file at the same
+data (`core.files`). Paths, names of sources and times do not count: a copy is the same data, and another file at the same
 path is not. A remote shard counts by its address.
 """
 
@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.identity import digest_of, file_digests
+from open_clip_zerovl.core.files import digest_of, file_digests
 from open_clip_zerovl.data.components import (
     expand_shards,
     kind_of,

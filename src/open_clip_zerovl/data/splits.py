@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import UNREADABLE, write_atomically
-from open_clip_zerovl.core.identity import digest_of, number_of
+from open_clip_zerovl.core.files import UNREADABLE, digest_of, number_of, write_atomically
 from open_clip_zerovl.data.names import FEWEST_PICTURES
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.tar import (

@@ -27,8 +27,13 @@ from torch import Tensor
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError, printable
-from open_clip_zerovl.core.files import check_writable, user_cache, write_atomically
-from open_clip_zerovl.core.identity import digest_of, file_digests
+from open_clip_zerovl.core.files import (
+    check_writable,
+    digest_of,
+    file_digests,
+    user_cache,
+    write_atomically,
+)
 from open_clip_zerovl.data.collection import Collection, open_collection, picture_file
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reader import samples_of

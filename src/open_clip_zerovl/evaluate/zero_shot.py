@@ -28,8 +28,7 @@ from tqdm.auto import tqdm
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import UNREADABLE, check_writable, write_atomically
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import UNREADABLE, check_writable, digest_of, write_atomically
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, class_words, file_of_words, lines_of
 from open_clip_zerovl.data.sets import IndexedSet, class_list, open_probe_set, parse_retrieval_data
 from open_clip_zerovl.data.splits import split_of_word

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from open_clip_zerovl.core.identity import digest_of, digest_of_all
+from open_clip_zerovl.core.files import digest_of, digest_of_all
 
 _SCALES = ("logit_scale", "logit_bias")
 # Settings of layers on which features do not depend, besides those of random layers, which evaluation turns off.

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import digest_of
 from open_clip_zerovl.data.images import collate_images
 from open_clip_zerovl.data.sets import IndexedSet
 from open_clip_zerovl.data.workers import read_batches

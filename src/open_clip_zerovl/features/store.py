@@ -20,8 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import first_line
-from open_clip_zerovl.core.files import UNREADABLE, write_atomically
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import UNREADABLE, digest_of, write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.core.files import did_you_mean
-from open_clip_zerovl.core.identity import CONTENT, digest_of
+from open_clip_zerovl.core.files import CONTENT, did_you_mean, digest_of
 from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
 from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data
@@ -158,7 +157,7 @@ class DataArguments:
         return {**self.sources, **self.retrieval, **self.labelled}
 
     def entries(self, flags: Iterable[str] | None = None) -> dict[str, str]:
-        """Name the data of some flags, or of all, and digest its content, for `core.identity`.
+        """Name the data of some flags, or of all, and digest its content, for `core.files`.
 
         Raises:
             UserError: data that cannot be opened.

@@ -27,8 +27,15 @@ from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import write_local_dir
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.core.files import check_writable, locked, write_atomically
-from open_clip_zerovl.core.identity import CONTENT, claim, difference, read_claim
+from open_clip_zerovl.core.files import (
+    CONTENT,
+    check_writable,
+    claim,
+    difference,
+    locked,
+    read_claim,
+    write_atomically,
+)
 from open_clip_zerovl.core.processes import MEMORY_FULL, MemoryFull, usable_cores, visible_gpus
 from open_clip_zerovl.data.splits import list_of_trained, trained_on
 from open_clip_zerovl.data.tokens import WordAugment

@@ -9,8 +9,8 @@ from typing import Any
 
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say, UserError
+from open_clip_zerovl.core.files import digest_of, file_digests
 from open_clip_zerovl.core.flags import flags_of
-from open_clip_zerovl.core.identity import digest_of, file_digests
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.finetune.data import CAPTIONS, DataArguments

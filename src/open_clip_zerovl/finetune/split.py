@@ -21,8 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.core.files import atomic_file, read_arrays, scratch_folder, write_atomically
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import (
+    atomic_file,
+    digest_of,
+    read_arrays,
+    scratch_folder,
+    write_atomically,
+)
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES

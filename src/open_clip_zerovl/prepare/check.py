@@ -15,8 +15,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError, printable
-from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.core.identity import sha256_of
+from open_clip_zerovl.core.files import check_writable, sha256_of, write_atomically
 from open_clip_zerovl.prepare.pack.write import read_manifest
 from open_clip_zerovl.shards.files import SIZES_FILE, read_sizes
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, BadPicture, decoded

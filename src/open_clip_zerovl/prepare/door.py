@@ -21,8 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.core.files import lock_file, locked, user_cache
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import digest_of, lock_file, locked, user_cache
 from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.sets import parse_retrieval_data

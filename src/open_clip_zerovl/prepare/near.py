@@ -32,8 +32,7 @@ from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import check_writable, digest_of, write_atomically
 from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sets import Picture, open_retrieval_set, parse_retrieval_data

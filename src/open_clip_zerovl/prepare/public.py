@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import atomic_file
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import atomic_file, digest_of
 from open_clip_zerovl.data.sets import read_karpathy
 from open_clip_zerovl.prepare.pack.packing import pack
 from open_clip_zerovl.prepare.settings import Columns, Limits, PackSettings, Work

@@ -28,7 +28,7 @@ from urllib.parse import quote, unquote
 from urllib.request import Request, urlopen
 
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.identity import file_digests
+from open_clip_zerovl.core.files import file_digests
 
 # pipe:, s3://, https:// ...: no path of this machine
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")

@@ -18,8 +18,8 @@ from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.align.request import AlignRequest
 from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say
+from open_clip_zerovl.core.files import CONTENT, claim, difference
 from open_clip_zerovl.core.flags import flags_of
-from open_clip_zerovl.core.identity import CONTENT, claim, difference
 from open_clip_zerovl.data.sets import IndexedSet
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.splits import FEWEST_HELD_OUT, trained_on

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import paper_transform_of
 from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data

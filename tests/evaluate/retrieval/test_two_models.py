@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from open_clip_zerovl.cli import program as cli
+from open_clip_zerovl import cli
 from open_clip_zerovl.evaluate.gallery import GallerySet
 from open_clip_zerovl.evaluate.metrics import interval, resampled
 from open_clip_zerovl.evaluate.retrieval import _rsum_over_pictures, rsum_difference

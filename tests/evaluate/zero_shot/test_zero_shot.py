@@ -16,7 +16,7 @@ from scipy.stats import binomtest
 from timm.data import ImageNetInfo
 from torch.utils.data import DataLoader
 
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.metrics import accuracies, in_top, is_above_chance, wilson
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings

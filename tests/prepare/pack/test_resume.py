@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from open_clip_zerovl.core import identity as claim_module
+from open_clip_zerovl.core import files as claim_module
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.prepare.pack import collect, packing, write

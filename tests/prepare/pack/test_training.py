@@ -9,7 +9,7 @@ from pathlib import Path
 import open_clip
 import pytest
 
-from open_clip_zerovl.cli.program import main
+from open_clip_zerovl.cli import main
 from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from support.programs import COMMON, launch

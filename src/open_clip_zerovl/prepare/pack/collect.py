@@ -19,7 +19,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import digest_of
 from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.pack.columns import is_utf8, texts_of
 from open_clip_zerovl.prepare.pack.download import Downloader

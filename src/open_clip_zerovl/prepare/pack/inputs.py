@@ -10,8 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import did_you_mean
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import did_you_mean, digest_of
 from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_of_name
 from open_clip_zerovl.prepare.pack.columned import (

@@ -19,8 +19,15 @@ from threading import Timer
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import check_writable, locked, write_atomically
-from open_clip_zerovl.core.identity import CONTENT, claim, digest_of, file_digests
+from open_clip_zerovl.core.files import (
+    CONTENT,
+    check_writable,
+    claim,
+    digest_of,
+    file_digests,
+    locked,
+    write_atomically,
+)
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack import report as reports
 from open_clip_zerovl.prepare.pack.collect import Collecting, Contents, is_address

@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from open_clip_zerovl.core.identity import digest_of
+from open_clip_zerovl.core.files import digest_of
 from open_clip_zerovl.data.names import class_order
 from open_clip_zerovl.data.splits import position, split_of_word
 from open_clip_zerovl.prepare.pack.rows import Row

@@ -21,8 +21,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.core.identity import digest_of_all, read_claim, sha256_of
+from open_clip_zerovl.core.files import digest_of_all, read_claim, sha256_of, write_atomically
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
 from open_clip_zerovl.shards.files import SHARD_COUNT, SIZES_FILE, mark_retrieval_set, write_shard

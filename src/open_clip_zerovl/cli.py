@@ -1,4 +1,4 @@
-"""`zerovl <command>`. In the library only this room reads a command line.
+"""`zerovl <command>`. In the library only this module reads a command line.
 
 A command is a function of `open_clip_zerovl.api`: its parameters are the flags, the text of its result is printed. Only the
 parser of the command that is called is made, and its modules are imported when it runs: `--help` does not wait for torch.
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from open_clip_zerovl import __version__
-from open_clip_zerovl.core.command import Parser, add_parameters, make_parser, run
 from open_clip_zerovl.core.errors import DEBUG, DEBUG_HELP, UserError, ended, nearest
+from open_clip_zerovl.core.flags import Parser, add_parameters, make_parser, run
 from open_clip_zerovl.core.processes import take_gpus, training_command
 from open_clip_zerovl.core.releases import load_open_clip
 
@@ -121,7 +121,7 @@ def run_command(words: Sequence[str]) -> Any:
 def function_of(name: str) -> Callable[..., Any]:
     """Import the function of a command."""
     from open_clip_zerovl import api
-    from open_clip_zerovl.cli.doctor import doctor
+    from open_clip_zerovl.doctor import doctor
 
     word = name.split()[-1].replace("-", "_")
     return doctor if name == "doctor" else getattr(api, word)
@@ -208,3 +208,7 @@ def command_list(prefix: str = "") -> str:
             else []
         )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":  # torchrun starts it so
+    sys.exit(main())
