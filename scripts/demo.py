@@ -34,7 +34,7 @@ from tqdm import tqdm
 from open_clip_zerovl.cli import main as zerovl
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import TrainingProcess, start_training
-from open_clip_zerovl.report.record import RECORD, read_record
+from open_clip_zerovl.report.run import RECORD, read_record
 from scripts.drawn.emoji import SOURCES
 from scripts.drawn.make import HELD_OUT, prepare_emoji
 from scripts.paper import bias

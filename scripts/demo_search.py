@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from open_clip_zerovl.align.rows import open_sources
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.cli import main as zerovl
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.collection import open_collection

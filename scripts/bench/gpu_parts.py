@@ -39,7 +39,7 @@ from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.core.processes import end_with_parent
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.gpu import compile_blocks, same_masks
-from open_clip_zerovl.report.record import read_record
+from open_clip_zerovl.report.run import read_record
 from open_clip_zerovl.shards.files import Sample, write_source
 from scripts.bench.harness import (
     MicroBatch,

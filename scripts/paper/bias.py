@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_zerovl.api import name_models
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.images import decode_image

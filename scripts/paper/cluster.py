@@ -34,7 +34,7 @@ from sklearn.cluster import MiniBatchKMeans
 from torch import Tensor
 from tqdm import tqdm
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.core.files import atomic_file, write_atomically
 from open_clip_zerovl.core.processes import usable_cores

@@ -45,7 +45,7 @@ from open_clip_zerovl.checkpoints.export import (
     loading_notes,
     write_local_dir,
 )
-from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.checkpoints.loading import ModelSpec
 from open_clip_zerovl.checkpoints.transformers_towers import as_native_vit
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError, ended
@@ -53,9 +53,10 @@ from open_clip_zerovl.models.configs import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     INITIAL_TEMPERATURE,
+    LOCAL_DIR,
     logit_scale_of,
+    no_code_from_data,
 )
-from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
 from open_clip_zerovl.models.text_towers import TowerModel
 
 log = logging.getLogger(__name__)

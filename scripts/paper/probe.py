@@ -28,7 +28,7 @@ from timm.optim.lars import Lars
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.core.files import check_writable, digest_of, save_atomically, write_atomically
 from open_clip_zerovl.core.randomness import Purpose, stream_seed

@@ -133,7 +133,7 @@ def compare(
     Raises:
         UserError: a set, a checkpoint or a text model that cannot be read; embeddings that do not verify.
     """
-    from open_clip_zerovl.checkpoints.loading import Encoder
+    from open_clip_zerovl.checkpoints.encoder import Encoder
     from open_clip_zerovl.data.sets import open_retrieval_set
     from open_clip_zerovl.evaluate.retrieval import RetrievalSettings, run_retrieval
     from scripts.paper.convert import convert_checkpoint

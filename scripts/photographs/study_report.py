@@ -19,7 +19,7 @@ from typing import Any
 from scipy.stats import spearmanr
 
 from open_clip_zerovl.core.files import write_atomically
-from open_clip_zerovl.report.plot import FAINT, MODEL_COLOURS, new_figure, plain_axes, png_bytes
+from open_clip_zerovl.report.pages import FAINT, MODEL_COLOURS, new_figure, plain_axes, png_bytes
 from open_clip_zerovl.report.tables import markdown_table
 from open_clip_zerovl.report.verdicts import Estimate, holm, student, verdict
 from scripts.photographs.study import (

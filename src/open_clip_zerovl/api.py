@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing import Annotated as A
 
 from open_clip_zerovl.align.request import AlignFlags
-from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
+from open_clip_zerovl.checkpoints.encoder import EncoderFlags
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import command, natural, positive, redeclared, words_of
 from open_clip_zerovl.core.flags import seed as a_seed
@@ -54,7 +54,7 @@ from open_clip_zerovl.results import Aligned, Hits, Packed, Run, Tuned
 from open_clip_zerovl.trial.flags import TrialFlags
 
 if TYPE_CHECKING:
-    from open_clip_zerovl.checkpoints.loading import Encoder
+    from open_clip_zerovl.checkpoints.encoder import Encoder
 
 Given = str | os.PathLike[str]
 MODELS = "exported folders, training checkpoints, NAME/pretrained"
@@ -424,7 +424,7 @@ def export(
     """
     if here:
         from open_clip_zerovl.checkpoints.export import absolute
-        from open_clip_zerovl.models.local_dir import write_paths_here
+        from open_clip_zerovl.models.configs import write_paths_here
 
         folder = absolute(checkpoint)
         changed = write_paths_here(folder)
@@ -623,7 +623,7 @@ def search(
     if not place.is_dir() or holds_rows(place):
         data = as_shards(data, say=_to_stderr)
     if page.serve:
-        from open_clip_zerovl.evaluate.serve import serve
+        from open_clip_zerovl.evaluate.search import serve
 
         serve(_encoders(given, flags), data, page, settings.cache)
         return None
@@ -653,7 +653,7 @@ def _encoder(model: str, flags: EncoderFlags, *, one_of_several: bool = False) -
         one_of_several: the flags are of the training checkpoints among the command's models; an exported folder beside them
             has its own config and text tower. Else a folder is given them too, and refuses them.
     """
-    from open_clip_zerovl.checkpoints.loading import Encoder
+    from open_clip_zerovl.checkpoints.encoder import Encoder
 
     described: dict[str, Any] = {"model_name": None, "text_model": None}
     if not one_of_several or Path(model).expanduser().is_file():

@@ -164,7 +164,7 @@ class Run(_HoldsModel):
         Raises:
             UserError: a run without flags of the recipe, whose loop is open_clip's own and keeps no record.
         """
-        from open_clip_zerovl.report.record import read_record
+        from open_clip_zerovl.report.run import read_record
 
         return [(step["at"], step["loss"]) for step in read_record(self.folder)["step"]]
 
@@ -250,7 +250,7 @@ class Hits:
 
     def _repr_html_(self) -> str:
         from open_clip_zerovl.evaluate.search import thumbnail_of
-        from open_clip_zerovl.report.html import render
+        from open_clip_zerovl.report.pages import render
 
         figures = [
             (thumbnail_of(hit), f"{hit.score:.3f} {hit.caption or os.path.basename(hit.picture)}")

@@ -16,13 +16,17 @@ from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
 from open_clip_zerovl.data.sets import retrieval_batches
-from open_clip_zerovl.evaluate.gallery import GallerySet, RetrievalExample
 from open_clip_zerovl.evaluate.metrics import in_percent, recall_bounds, recalls, retrieval_ranks
-from open_clip_zerovl.evaluate.retrieval import encode_retrieval, evaluating
+from open_clip_zerovl.evaluate.retrieval import (
+    GallerySet,
+    RetrievalExample,
+    encode_retrieval,
+    evaluating,
+)
 from open_clip_zerovl.evaluate.zero_shot import score_labelled
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.recipe.flags import RecipeConfig
-from open_clip_zerovl.report.record import write_examples
+from open_clip_zerovl.report.run import write_examples
 from training.data import EvaluationSets
 from training.log import RunLog, report
 

@@ -29,7 +29,13 @@ from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.losses.problem import Report
 from open_clip_zerovl.recipe.flags import AllFlags
-from open_clip_zerovl.report.record import Record, read_record
+from open_clip_zerovl.report.run import (
+    PAGE,
+    Record,
+    read_record,
+    verdict_words,
+    write_run_page,
+)
 from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.sampling.schedule import Batching
 
@@ -216,8 +222,6 @@ class RunLog:
             self._write_page(Path(os.path.normpath(self._record.path.parent)), how)
 
     def _write_page(self, folder: Path, how: str) -> None:
-        from open_clip_zerovl.report.run_page import PAGE, verdict_words, write_run_page
-
         try:
             page = write_run_page(folder)
             verdict = verdict_words(read_record(folder))

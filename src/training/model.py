@@ -13,11 +13,11 @@ import torch
 from open_clip_train.distributed import is_device_available
 from open_clip_train.scheduler import assign_learning_rate
 
-from open_clip_zerovl.checkpoints.spec import spec_of_run
+from open_clip_zerovl.checkpoints.loading import spec_of_run
+from open_clip_zerovl.checkpoints.weights import load_pretrained_tower
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import keep_freed_memory
-from open_clip_zerovl.models.local_dir import LOCAL_DIR
-from open_clip_zerovl.models.tower_weights import load_pretrained_tower
+from open_clip_zerovl.models.configs import LOCAL_DIR
 from open_clip_zerovl.recipe.build import build_model, init_from
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup

@@ -16,14 +16,13 @@ from typing import Any
 import fsspec
 import torch
 
-from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, tower_difference
-from open_clip_zerovl.checkpoints.weights import require_finite_weights
+from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY, tower_difference
+from open_clip_zerovl.checkpoints.weights import load_pickled, require_finite_weights
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import digest_of, reading
 from open_clip_zerovl.core.randomness import STREAMS_VERSION
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision
-from open_clip_zerovl.models.tower_weights import load_pickled
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.sampling.schedule import Batching
 

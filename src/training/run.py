@@ -18,7 +18,7 @@ import open_clip_train.main as host
 import torch
 from open_clip_train.distributed import world_info_from_env
 
-from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
+from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY
 from open_clip_zerovl.checkpoints.weights import ENTRY
 from open_clip_zerovl.core.errors import UserError, first_line, say
 from open_clip_zerovl.core.files import reading
@@ -31,7 +31,7 @@ from open_clip_zerovl.models.build import (
     registered_config,
     with_text_model,
 )
-from open_clip_zerovl.models.local_dir import no_code_from_data
+from open_clip_zerovl.models.configs import no_code_from_data
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.gpu import compile_blocks
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup

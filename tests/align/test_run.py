@@ -23,7 +23,8 @@ from open_clip_zerovl.align import alignment
 from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.align.pairing import short_names
 from open_clip_zerovl.align.rows import embed_tower, open_sources
-from open_clip_zerovl.checkpoints.loading import Encoder, load_model
+from open_clip_zerovl.checkpoints.encoder import Encoder
+from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import normalize

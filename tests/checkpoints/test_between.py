@@ -8,10 +8,10 @@ import open_clip
 import pytest
 import torch
 
-from open_clip_zerovl.checkpoints.between import check_same_tensors, open_ends, weights_between
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.evaluate.curve import check_same_tensors, open_ends, weights_between
 from support.tiny_clip import (
     CLIP_TEXT,
     NATIVE_VISION,

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard as HubCard
 from open_clip_zerovl.align.request import Recipe
 from open_clip_zerovl.checkpoints.card import _ELSEWHERE, ModelCard, folder_card, run_facts
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.checkpoints.loading import ModelSpec
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.releases import OPENCLIP_V4, line_here

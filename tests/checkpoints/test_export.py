@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 from open_clip_zerovl.checkpoints import export as export_module
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.checkpoints.spec import read_model_spec
+from open_clip_zerovl.checkpoints.loading import load_model, read_model_spec
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from support import warm

@@ -17,14 +17,14 @@ from timm.models._hub import save_for_hf
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BitImageProcessor, Dinov2Config
 
 import open_clip_zerovl.api as zerovl
-from open_clip_zerovl.checkpoints.between import open_ends
 from open_clip_zerovl.checkpoints.card import MOVED
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.checkpoints.export import _for_repository, export_local_dir, loading_notes
-from open_clip_zerovl.checkpoints.loading import Encoder, load_model
+from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.curve import write_between
+from open_clip_zerovl.evaluate.curve import open_ends, write_between
 from open_clip_zerovl.models.build import create_model_and_transforms
 from support import warm
 from support.tars import write_tar

@@ -12,12 +12,11 @@ import transformers
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.checkpoints.weights import read_state_dict
+from open_clip_zerovl.checkpoints.weights import _read_tower_file, load_pickled, read_state_dict
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms
-from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
-from open_clip_zerovl.models.tower_weights import _read_tower_file, load_pickled
+from open_clip_zerovl.models.configs import LOCAL_DIR, no_code_from_data
 from support.tiny_clip import (
     NATIVE_VISION,
     bert_text,

@@ -21,7 +21,7 @@ IMPORTS = [
     "import open_clip_zerovl.models, open_clip",
     "import open_clip, open_clip_zerovl.models",
     "import open_clip_zerovl.checkpoints.loading, open_clip",
-    "import open_clip_zerovl.models.local_dir, open_clip",
+    "import open_clip_zerovl.models.configs, open_clip",
     "import open_clip, open_clip_zerovl",  # without the room
 ]
 # Each order of imports in a process of its own, forked from one that has imported open_clip's own requirements.

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from open_clip_zerovl.evaluate.gallery import GallerySet
 from open_clip_zerovl.evaluate.metrics import difference_of_shares
+from open_clip_zerovl.evaluate.retrieval import GallerySet
 from open_clip_zerovl.finetune.outcome import recall_verdicts, zero_shot_sentences
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from open_clip_zerovl import api
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.cli import parser_of
 from open_clip_zerovl.core import flags as command
 from open_clip_zerovl.core.errors import UserError

@@ -18,8 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked, write_atomically

@@ -10,8 +10,7 @@ import open_clip
 import pytest
 import torch
 
-from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
+from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY, load_model
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.configs import register_model_file

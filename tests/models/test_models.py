@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 import open_clip_zerovl
 from open_clip_zerovl.align.encoders import SMALL_IMAGE
 from open_clip_zerovl.checkpoints.loading import spec_of
+from open_clip_zerovl.checkpoints.weights import load_pretrained_tower
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models import configs as models
 from open_clip_zerovl.models.build import (
@@ -27,7 +28,6 @@ from open_clip_zerovl.models.build import (
     pretrained_text_of,
     with_text_model,
 )
-from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from scripts.drawn.vocabulary import write_bert
 
 PAPER = ("zerovl-ViT-B-16-BERT-base", "zerovl-ViT-B-32-BERT-base", "zerovl-ViT-S-16-BERT-base")

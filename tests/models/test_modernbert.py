@@ -15,6 +15,7 @@ from open_clip import hf_model
 from transformers import AutoModel
 
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
+from open_clip_zerovl.checkpoints.weights import load_pretrained_tower
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.tokens import fast_tokenizer
@@ -22,7 +23,6 @@ from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.models.build import create_model_and_transforms, with_text_model
 from open_clip_zerovl.models.text_towers import TEXT_TOWERS, TowerModel, register_text_towers
-from open_clip_zerovl.models.tower_weights import load_pretrained_tower
 from open_clip_zerovl.recipe.gpu import without_gpu_syncs
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
 from support import warm

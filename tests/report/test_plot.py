@@ -7,13 +7,13 @@ import sys
 import numpy as np
 import pytest
 
-from open_clip_zerovl.report.plot import moving_average
+from open_clip_zerovl.report.pages import moving_average
 from support import ROOT
 
 LIMITED = """
 import mmap, resource, sys
 import matplotlib.backends.backend_agg, matplotlib.figure, numpy.random
-from open_clip_zerovl.report.plot import Line, line_chart
+from open_clip_zerovl.report.pages import Line, line_chart
 held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + 2**29, resource.RLIM_INFINITY))
 taken = []

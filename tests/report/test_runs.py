@@ -10,12 +10,11 @@ import pytest
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.evaluate.gallery import RetrievalExample
-from open_clip_zerovl.report import plot
-from open_clip_zerovl.report import run_page as charts
-from open_clip_zerovl.report.html import thumbnail
-from open_clip_zerovl.report.record import Record, read_record, write_examples
-from open_clip_zerovl.report.run_page import write_run_page
+from open_clip_zerovl.evaluate.retrieval import RetrievalExample
+from open_clip_zerovl.report import pages
+from open_clip_zerovl.report import run as charts
+from open_clip_zerovl.report.pages import thumbnail
+from open_clip_zerovl.report.run import Record, read_record, write_examples, write_run_page
 
 PICTURE = "data:image/jpeg;base64,AAAA"
 WAYS = ("image_to_text", "text_to_image")
@@ -23,7 +22,7 @@ WAYS = ("image_to_text", "text_to_image")
 
 def test_the_retrieval_chart_of_one_epoch_has_that_epoch_and_begins_at_zero(monkeypatch):
     """By itself matplotlib shows a single point among fractions of an epoch and of one RSUM."""
-    monkeypatch.setattr(plot, "png_bytes", lambda figure: figure)
+    monkeypatch.setattr(pages, "png_bytes", lambda figure: figure)
     lines = [{"at": 3, "metrics": {"coco": {"rsum": 120.0}}}]
     (axes,) = charts.evaluation_picture(lines, {"coco": "red"}).axes
     assert list(axes.get_xticks()) == [3] and axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 120
@@ -180,14 +179,14 @@ def test_chance_stands_on_the_page_of_a_run_that_learned_nothing(tmp_path, monke
     chance = "Not above chance: shop (RSUM 90.0; a random order has 80.0, and reaches 130.0)."
     assert chance in page and "<td>80.0</td>" in page
     assert "The loss ends at 2.780; a model that cannot tell pairs apart has 2.770." in page
-    monkeypatch.setattr(plot, "png_bytes", lambda figure: figure)
+    monkeypatch.setattr(pages, "png_bytes", lambda figure: figure)
     steps, colours = read_record(tmp_path)["step"], {"shop": "#332288", "web": "#DDCC77"}
     (loss,) = charts.loss_picture(steps, colours, 2.77).axes
     (retrieval,) = charts.evaluation_picture(read_record(tmp_path)["retrieval"], colours).axes
     marked = [line.get_color() for line in loss.lines if line.get_marker() == "o"]
     assert marked == [
         "#332288",
-        plot.INK,
+        pages.INK,
     ]  # what matplotlib would not draw; the source's colour is that of its set
     assert retrieval.lines[0].get_color() == "#332288"
     assert [text.get_text() for text in loss.texts] == [
@@ -221,7 +220,7 @@ def test_the_page_of_class_folders_begins_with_their_accuracy_and_says_the_ceili
 
 def test_labels_of_chance_do_not_overprint_each_other(monkeypatch):
     """Four sets whose chance differs by one RSUM on an axis of 600; sets of one size share a label."""
-    monkeypatch.setattr(plot, "png_bytes", lambda figure: figure)
+    monkeypatch.setattr(pages, "png_bytes", lambda figure: figure)
 
     def labels(*chances: float) -> list:
         metrics = {

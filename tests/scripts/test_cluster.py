@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.features.encoder import FrozenModel

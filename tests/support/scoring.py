@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.evaluate.retrieval import (
     RetrievalFiles,
     RetrievalSettings,

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY, read_model_spec
+from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY, read_model_spec
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision

@@ -22,7 +22,7 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import children_of
-from open_clip_zerovl.report.record import read_record
+from open_clip_zerovl.report.run import read_record
 from scripts.soak import processes_of
 from support.programs import COMMON, SCRIPT, ForkedTrainings
 from support.tars import write_source

@@ -11,7 +11,7 @@ import open_clip
 import pytest
 import torch
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.evaluate.retrieval import RetrievalSettings, run_retrieval
 from open_clip_zerovl.evaluate.zero_shot import run_zero_shot
 from support.programs import COMMON, flat_tensors, launch, state_of

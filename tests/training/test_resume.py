@@ -14,7 +14,7 @@ import pytest
 import torch
 from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
-from open_clip_zerovl.checkpoints.spec import MODEL_ENTRY
+from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.sampling.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import difference as claim_difference

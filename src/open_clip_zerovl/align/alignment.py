@@ -52,22 +52,22 @@ from open_clip_zerovl.data.splits import (
     trained_on,
     write_trained_on,
 )
-from open_clip_zerovl.evaluate.gallery import GallerySet, gallery_of
 from open_clip_zerovl.evaluate.metrics import (
     interval,
     recall_bounds,
     resampled,
 )
+from open_clip_zerovl.evaluate.retrieval import GallerySet, gallery_of
 from open_clip_zerovl.features.sources import SourceSamples, cut_captions
 from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
-from open_clip_zerovl.report.html import write_page
-from open_clip_zerovl.report.plot import (
+from open_clip_zerovl.report.pages import (
     FAINT,
     MODEL_COLOURS,
     Line,
     draw_levels,
     line_chart,
+    write_page,
 )
 from open_clip_zerovl.report.tables import text_table
 from open_clip_zerovl.sampling.schedule import source_schedule

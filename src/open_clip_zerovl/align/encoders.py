@@ -25,8 +25,7 @@ from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints.loading import load_model, spec_of, tokenizer_of
-from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.checkpoints.loading import ModelSpec, load_model, spec_of, tokenizer_of
 from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of
 from open_clip_zerovl.checkpoints.transformers_towers import PooledVision
 from open_clip_zerovl.core.errors import UserError
@@ -37,8 +36,7 @@ from open_clip_zerovl.features.encoder import (
     text_tower_before_projection,
     tower_before_projection,
 )
-from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH
-from open_clip_zerovl.models.local_dir import hub_or_cache, no_code_from_data
+from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, hub_or_cache, no_code_from_data
 from open_clip_zerovl.models.text_towers import DECODERS, LAST_TOKEN
 
 # The other tower of a model that is built for one of them.

@@ -16,8 +16,7 @@ from open_clip_zerovl.align.encoders import SMALL_IMAGE, SMALL_TEXT, Tower
 from open_clip_zerovl.align.heads import Heads, placed
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, check_destination, write_local_dir
-from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.checkpoints.spec import ModelSpec
+from open_clip_zerovl.checkpoints.loading import ModelSpec, load_model
 from open_clip_zerovl.checkpoints.transformers_folder import (
     Opened,
     is_transformers_folder,

@@ -20,13 +20,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from open_clip.pretrained import get_pretrained_cfg
 from torch import Tensor
 
-from open_clip_zerovl.checkpoints.spec import ModelSpec, read_params
+from open_clip_zerovl.checkpoints.loading import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_epoch
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
-from open_clip_zerovl.models.local_dir import LOCAL_DIR
+from open_clip_zerovl.models.configs import LOCAL_DIR
 from open_clip_zerovl.models.text_towers import IMPORT_LINE
-from open_clip_zerovl.report.record import RECORD, read_record
+from open_clip_zerovl.report.run import RECORD, read_record
 from open_clip_zerovl.sampling.schedule import Batching
 
 CARD_FILE = "README.md"

@@ -9,7 +9,7 @@ A model with ModernBERT is the exception: open_clip 3.3 needs this package's imp
     README.md                     the model card: how to load it, recipe, sources, metrics (`card`)
 
 open_clip looks for the tokenizer in the folder, but for the text tower at `text_cfg.hf_model_name`. The export writes its
-absolute path there; `zerovl export FOLDER --here` writes it anew after a move (`local_dir.write_paths_here`).
+absolute path there; `zerovl export FOLDER --here` writes it anew after a move (`configs.write_paths_here`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from open_clip_zerovl.checkpoints.card import CARD_FILE, FOLDER_HERE, MOVED, ModelCard, run_card
-from open_clip_zerovl.checkpoints.loading import assemble
-from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec, write_config
+from open_clip_zerovl.checkpoints.loading import ModelSpec, assemble, read_model_spec, write_config
 from open_clip_zerovl.checkpoints.weights import WEIGHTS_FILE, read_state_dict
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, scratch_folder
-from open_clip_zerovl.models.local_dir import (
+from open_clip_zerovl.models.configs import (
     CONFIG_FILE,
     LOCAL_DIR,
     no_code_from_data,

@@ -1,49 +1,336 @@
-"""Loading a checkpoint: its model, its evaluation transform, its tokenizer.
+"""A checkpoint to its model, evaluation transform and tokenizer.
 
-`load_model` takes every kind of checkpoint. `assemble` builds the model of a `ModelSpec` with open_clip's own constructor and
-checks every tensor.
+A training checkpoint (`logs/NAME/checkpoints/epoch_N.pt`) holds weights; the run's `params.txt` names their model, which
+`read_model_spec` describes. `load_model` takes every kind of checkpoint. `assemble` builds the model of a `ModelSpec` with
+open_clip's own constructor and checks every tensor.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import torch
-from open_clip.factory import get_model_config
+from open_clip.factory import get_model_config, parse_model_name
+from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from open_clip.pretrained import get_pretrained_cfg, list_pretrained_tags_by_model
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
-from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.transform import PreprocessCfg, image_transform_v2, merge_preprocess_dict
 from torch import Tensor
 
-from open_clip_zerovl.checkpoints.encoder_flags import EncoderFlags
-from open_clip_zerovl.checkpoints.spec import (
-    ModelSpec,
-    named_model_spec,
-    read_model_spec,
-    write_config,
-)
 from open_clip_zerovl.checkpoints.weights import (
     WEIGHTS_FILE,
     no_alarm,
+    read_entry,
     read_state_dict,
 )
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import did_you_mean, reading
-from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, ClipModel
-from open_clip_zerovl.models.local_dir import (
+from open_clip_zerovl.models.build import check_model
+from open_clip_zerovl.models.configs import (
     CONFIG_FILE,
+    DEFAULT_CONTEXT_LENGTH,
     LOCAL_DIR,
+    ClipModel,
     check_local_dir,
+    config_here,
     hub_or_cache,
     loadable,
     no_code_from_data,
+    register_model_file,
 )
+
+# Entries of a model's config about file paths and training, on which its function does not depend.
+NOT_OF_FUNCTION = frozenset({
+    "hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "timm_model_pretrained",
+    "patch_dropout", "timm_drop", "timm_drop_path", "init_logit_scale", "init_logit_bias",
+})  # fmt: skip
+OF_PROJECTION = frozenset({"timm_proj", "timm_proj_bias", "hf_proj_type"})
+# transformers
+OF_FILES = frozenset(
+    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
+)
+_TOWERS = {
+    "image": ("vision_cfg", asdict(CLIPVisionCfg())),
+    "text": ("text_cfg", asdict(CLIPTextCfg())),
+}
+
+#: Entry of a checkpoint: open_clip's config of its model. With --model-config no other place is sure.
+MODEL_ENTRY = "model_config"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The configs from which stock open_clip rebuilds a model without its weights."""
+
+    name: str
+    model_cfg: dict[str, Any]
+    preprocess_cfg: dict[str, Any]
+
+    @property
+    def text_source(self) -> str | None:
+        """Return the folder or hub name of the Hugging Face text tower.
+
+        Returns:
+            None for open_clip's own.
+        """
+        return self.model_cfg["text_cfg"].get("hf_model_name") or None
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """Return the folder or hub name of the Hugging Face tokenizer.
+
+        Returns:
+            None for CLIP's BPE.
+        """
+        return self.model_cfg["text_cfg"].get("hf_tokenizer_name") or None
+
+
+def read_params(checkpoint: Path) -> dict[str, Any]:
+    """Read the arguments of the checkpoint's run (`params.txt` beside `checkpoints/` or beside the file).
+
+    Values are read as Python literals, else as plain text, and never evaluated. UserError for a file that is not text.
+
+    Returns:
+        {} without the file.
+    """
+    for folder in (checkpoint.parent.parent, checkpoint.parent):
+        file = folder / "params.txt"
+        if file.is_file():
+            with reading(file, "mend it, or move it away and name the model"):
+                lines = file.read_text(encoding="utf-8").splitlines()
+            return {
+                name: _literal(value)
+                for name, colon, value in (line.partition(": ") for line in lines)
+                if colon
+            }
+    return {}
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (
+        ValueError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ):  # a plain string: params.txt writes them without quotes
+        return text
+
+
+def read_model_spec(
+    checkpoint: str | os.PathLike[str], *, model: str | None = None, text_model: str | None = None
+) -> ModelSpec:
+    """Read the complete model and preprocessing configs of a training checkpoint.
+
+    Honours the run's arguments that change either: `--model`, `--text-model`, `--siglip`, `--force-image-size`,
+    `--force-context-length`, `--force-custom-text`, `--force-quick-gelu`, the `--image-*` preprocessing and the
+    preprocessing of a `--pretrained` tag. `--force-patch-dropout` is a setting of the training and is left behind.
+
+    Args:
+        model: open_clip's name of the model; by default the run's.
+        text_model: folder (or hub name) of the Hugging Face text tower; by default the run's, else the config's.
+
+    Raises:
+        UserError: no model name to be found, or one that open_clip does not know.
+    """
+    checkpoint = Path(checkpoint)
+    params = read_params(checkpoint)
+    own_config = str(params.get("model_config") or "")
+    name = model or params.get("model")
+    if not name:
+        raise UserError(f"no params.txt beside {checkpoint} names its model: give the model's name")
+    if own_config and model in (None, params.get("model"), Path(own_config).stem):
+        name = _register_own(own_config, checkpoint)
+    return spec_of_run(str(name), params, text_model or params.get("text_model"))
+
+
+def _register_own(file: str, checkpoint: Path) -> str:
+    """Register a run's own model config from the checkpoint, and return its name."""
+    config = read_entry(checkpoint, MODEL_ENTRY)
+    if isinstance(config, dict):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, Path(file).name)
+            copy.write_text(json.dumps(config), encoding="utf-8")
+            return register_model_file(copy, rename=True)
+    return Path(file).stem
+
+
+def named_model_spec(name: str, pretrained: str | None = None) -> ModelSpec:
+    """Read the configs of `local-dir:FOLDER`, or of open_clip's model of a name with the preprocessing that a tag brings.
+
+    Raises:
+        UserError: a folder without config, or a name that open_clip does not know.
+    """
+    return spec_of_run(name, {"pretrained": pretrained})
+
+
+def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = None) -> ModelSpec:
+    """Read the configs of a model by name, with the changes that the arguments of a run make.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    name, model_cfg, base_preprocess = _registered(name, params.get("pretrained"), text_model)
+
+    vision_cfg = model_cfg["vision_cfg"]
+    text_cfg = model_cfg["text_cfg"]
+    if params.get("force_image_size") is not None:
+        vision_cfg["image_size"] = _unwrapped(params["force_image_size"])
+    if params.get("force_context_length"):
+        text_cfg["context_length"] = params["force_context_length"]
+    if params.get("force_quick_gelu"):
+        model_cfg["quick_gelu"] = True
+    if params.get("force_custom_text"):
+        model_cfg["custom_text"] = True
+    if params.get("siglip"):
+        # open_clip's main passes these two to the constructor; the bias decides whether the parameter exists.
+        model_cfg.update(init_logit_scale=2.302585092994046, init_logit_bias=-10)
+
+    if "timm_model_name" in vision_cfg:
+        vision_cfg["timm_model_pretrained"] = False
+    if text_model:
+        source = (
+            str(Path(text_model).expanduser().absolute())
+            if Path(text_model).expanduser().is_dir()
+            else text_model
+        )
+        text_cfg["hf_model_name"] = text_cfg["hf_tokenizer_name"] = str(source)
+    if "hf_model_name" in text_cfg:
+        text_cfg["hf_model_pretrained"] = False
+        text_cfg["hf_tokenizer_name"] = (
+            text_cfg.get("hf_tokenizer_name") or text_cfg["hf_model_name"]
+        )
+
+    forced = {
+        key: params.get(f"image_{key}") for key in ("mean", "std", "interpolation", "resize_mode")
+    }
+    preprocess_cfg = merge_preprocess_dict(
+        merge_preprocess_dict(PreprocessCfg(), base_preprocess), forced
+    )
+    return ModelSpec(name, model_cfg, preprocess_cfg)
+
+
+def _registered(
+    name: str, pretrained: str | None, text_model: str | os.PathLike[str] | None
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Read open_clip's config of a model name (with or without schema) and the preprocessing that comes with it."""
+    schema, identifier = parse_model_name(name)
+    # open_clip itself would hand out CLIP's BPE tokenizer for a name that it does not know.
+    check_model(name, text_model=text_model)
+    if schema is None:
+        name = identifier.replace("/", "-")
+        tag_cfg = (get_pretrained_cfg(name, pretrained) if pretrained else None) or {}
+        return name, get_model_config(name), tag_cfg
+    if schema == "local-dir":
+        config = config_here(Path(identifier))
+        # The folder would allow its own code to run (see no_code_from_data), and so would an export of it.
+        (config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}).pop(
+            "trust_remote_code", None
+        )
+        return name, config["model_cfg"], config.get("preprocess_cfg", {})
+    raise UserError(
+        f"the config of '{name}' cannot be read offline: give the name of a registered model or a local-dir"
+    )
+
+
+def _unwrapped(size: Any) -> Any:
+    """Unpack `[224]` to 224, as open_clip's main reads `--force-image-size`."""
+    if isinstance(size, (list, tuple)):
+        return size[0] if len(size) == 1 else list(size)
+    return size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two models with the same tensors may compute two functions: other heads, another pooling, another activation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def first_difference(
+    first: Mapping[str, Any], second: Mapping[str, Any], ignored: frozenset[str]
+) -> tuple[str, str, str] | None:
+    """Find the first entry in which two nested configs differ: its dotted name and both values as text.
+
+    Returns:
+        None if in none.
+    """
+    left, right = (dict(_entries(config, ignored)) for config in (first, second))
+    for key in sorted(left.keys() | right.keys()):
+        a, b = left.get(key), right.get(key)
+        # an absent switch is one that is off
+        off = all(value is None or value is False for value in (a, b))
+        if a != b and not off:
+            return key, _shown(a), _shown(b)
+    return None
+
+
+def tower_difference(
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    tower: str,
+    ignored: frozenset[str] = NOT_OF_FUNCTION,
+) -> tuple[str, str, str] | None:
+    """Find the first setting by which a tower of two model configs computes another function, as `first_difference` does."""
+    return first_difference(tower_config(first, tower), tower_config(second, tower), ignored)
+
+
+def complete_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill a model's config with open_clip's values for the settings of its towers that it leaves out."""
+    return {
+        **model_cfg,
+        **{part: {**defaults, **model_cfg[part]} for part, defaults in _TOWERS.values()},
+    }
+
+
+def tower_config(model_cfg: Mapping[str, Any], tower: str) -> dict[str, Any]:
+    """Select the entries of a model's config that decide the function of a tower, "image" or "text", with open_clip's defaults.
+
+    Sizes of inputs are left out: shapes of tensors show those that matter.
+    """
+    part, defaults = _TOWERS[tower]
+    config = {key: value for key, value in model_cfg[part].items() if value is not None}
+    foreign = config.get("timm_model_name") or config.get("hf_model_name")
+    if "timm_model_name" in config:  # the tag after the point names weights
+        config["timm_model_name"] = config["timm_model_name"].partition(".")[0]
+    settings = {**defaults, **config, "image_size": None, "context_length": None}
+    return (
+        {part: settings} if foreign else {part: settings, "quick_gelu": model_cfg.get("quick_gelu")}
+    )
+
+
+def _entries(
+    config: Mapping[str, Any], ignored: frozenset[str], prefix: str = ""
+) -> list[tuple[str, Any]]:
+    """List the entries of a nested config under dotted names."""
+    entries: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        if key in ignored:
+            continue
+        if isinstance(value, Mapping):
+            entries += _entries(value, ignored, f"{prefix}{key}.")
+        else:
+            entries.append((prefix + str(key), list(value) if isinstance(value, tuple) else value))
+    return entries
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value) or "empty"
+
+
+def write_config(
+    folder: Path, model_cfg: dict[str, Any], preprocess_cfg: Mapping[str, Any]
+) -> None:
+    config = {"model_cfg": model_cfg, "preprocess_cfg": dict(preprocess_cfg)}
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
 
 Preprocess = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
@@ -194,44 +481,6 @@ def _kind_of(name_or_path: str | os.PathLike[str]) -> tuple[str, str, Path]:
     if path.is_file():
         return "checkpoint", text, path
     return "hub" if text.startswith("hf-hub:") else "name", text, path
-
-
-@dataclass(frozen=True)
-class Encoder(EncoderFlags):
-    """A model that encodes pictures and captions, and the settings of its loader.
-
-    Attributes:
-        model: as for `load_model`: an exported folder, a checkpoint, `NAME/pretrained`.
-    """
-
-    model: str
-
-    def load(self, *, local_rank: int = 0) -> tuple[ClipModel, Preprocess, Tokenizer, torch.device]:
-        """Load the model on its device, and return both.
-
-        Raises:
-            UserError: as `load_model`.
-        """
-        device = choose_device(self.device, local_rank=local_rank)
-        return *load_model(
-            self.model, model_name=self.model_name, text_model=self.text_model, device=device
-        ), device
-
-    def check(self) -> None:
-        """Refuse a model that cannot be found or described.
-
-        No weights are read, so that this comes before long work.
-        """
-        if not self.model.startswith("hf-hub:"):
-            self.spec()
-
-    def spec(self) -> ModelSpec:
-        """Return `spec_of` the model.
-
-        Raises:
-            UserError: as there.
-        """
-        return spec_of(self.model, model_name=self.model_name, text_model=self.text_model)
 
 
 @no_code_from_data()

@@ -42,13 +42,18 @@ from open_clip_zerovl.checkpoints.export import (
     save_weights,
     stored_as,
 )
-from open_clip_zerovl.checkpoints.loading import assemble, evaluation_transform, load_model, spec_of
-from open_clip_zerovl.checkpoints.spec import ModelSpec, read_model_spec
+from open_clip_zerovl.checkpoints.loading import (
+    ModelSpec,
+    assemble,
+    evaluation_transform,
+    load_model,
+    read_model_spec,
+    spec_of,
+)
 from open_clip_zerovl.checkpoints.transformers_towers import image_tower, refuse, text_tower
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.models.configs import ClipModel
-from open_clip_zerovl.models.local_dir import LOCAL_DIR, no_code_from_data
+from open_clip_zerovl.models.configs import LOCAL_DIR, ClipModel, no_code_from_data
 
 log = logging.getLogger(__name__)
 

@@ -292,7 +292,7 @@ def write_trained_on(folder: Path, identities: Identities, before: Identities | 
     Raises:
         UserError: the folder cannot be written.
     """
-    from open_clip_zerovl.models.local_dir import TRAINED_ON  # loads torch
+    from open_clip_zerovl.models.configs import TRAINED_ON
 
     write_atomically(folder / TRAINED_ON, list_of_trained(identities, before))
 
@@ -316,7 +316,7 @@ def trained_on(models: Iterable[str | Path]) -> Identities | None:
 
 
 def _lists_of(models: Iterable[str | Path]) -> Iterator[Identities]:
-    from open_clip_zerovl.models.local_dir import LOCAL_DIR, TRAINED_ON  # loads torch
+    from open_clip_zerovl.models.configs import LOCAL_DIR, TRAINED_ON
 
     for model in models:
         file = Path(str(model).removeprefix(LOCAL_DIR)).expanduser() / TRAINED_ON

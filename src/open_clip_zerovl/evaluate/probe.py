@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.processes import take_product_buffer

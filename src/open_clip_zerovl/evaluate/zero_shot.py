@@ -26,7 +26,7 @@ from open_clip import SIMPLE_IMAGENET_TEMPLATES
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import UNREADABLE, check_writable, digest_of, write_atomically
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, class_words, file_of_words, lines_of

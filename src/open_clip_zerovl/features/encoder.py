@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import keep_freed_memory
 from open_clip_zerovl.data.images import normalize, split_normalize

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.checkpoints.card import ModelCard
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.checkpoints.export import write_local_dir
-from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import (
     CONTENT,
@@ -61,7 +61,7 @@ from open_clip_zerovl.finetune.request import (
 )
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.finetune.training import Training, train
-from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
+from open_clip_zerovl.models.configs import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
 from open_clip_zerovl.recipe.arguments import Settings, as_arguments
 from open_clip_zerovl.report.verdicts import LOW_BEST, SHARED_CAPTIONS, ceiling_remarks
 

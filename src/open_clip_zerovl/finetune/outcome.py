@@ -9,39 +9,44 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from open_clip_zerovl.checkpoints.between import Ends, open_ends
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.checkpoints.export import loading_notes
-from open_clip_zerovl.checkpoints.loading import Encoder
 from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.splits import as_keys
 from open_clip_zerovl.evaluate.curve import (
     Curve,
     CurveSettings,
+    Ends,
     in_percent,
+    open_ends,
     recall_table,
     score_curve,
     write_between,
 )
-from open_clip_zerovl.evaluate.gallery import GallerySet, write_gallery
 from open_clip_zerovl.evaluate.metrics import difference_of_shares
 from open_clip_zerovl.evaluate.metrics import in_percent as shares_of
-from open_clip_zerovl.evaluate.retrieval import rsum_difference, score_set
+from open_clip_zerovl.evaluate.retrieval import (
+    GallerySet,
+    rsum_difference,
+    score_set,
+    write_gallery,
+)
 from open_clip_zerovl.evaluate.zero_shot import score_loaded
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.data import labelled_sets
 from open_clip_zerovl.finetune.proposal import Setting
 from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
 from open_clip_zerovl.finetune.training import Training
-from open_clip_zerovl.models.local_dir import LOCAL_DIR
-from open_clip_zerovl.report.html import write_page
-from open_clip_zerovl.report.plot import (
+from open_clip_zerovl.models.configs import LOCAL_DIR
+from open_clip_zerovl.report.pages import (
     FAINT,
     MODEL_COLOURS,
     RIGHT_COLOUR,
     Line,
     draw_levels,
     line_chart,
+    write_page,
 )
 from open_clip_zerovl.report.verdicts import MARGIN, Estimate, sentence
 

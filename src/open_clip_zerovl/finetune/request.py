@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import digest_of, file_digests
 from open_clip_zerovl.core.flags import flags_of
@@ -16,7 +16,7 @@ from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.finetune.data import CAPTIONS, DataArguments
 from open_clip_zerovl.finetune.flags import FinetuneFlags
 from open_clip_zerovl.finetune.split import Split
-from open_clip_zerovl.models.local_dir import LOCAL_DIR
+from open_clip_zerovl.models.configs import LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings
 
 KEEP_SHARE = 0.2

@@ -22,8 +22,9 @@ from open_clip.factory import get_model_config, parse_model_name
 
 from open_clip_zerovl.core.errors import UserError, nearest
 from open_clip_zerovl.core.files import did_you_mean, read_json, reading
-from open_clip_zerovl.models.configs import DEFAULT_CONTEXT_LENGTH, TEXT_WEIGHTS
-from open_clip_zerovl.models.local_dir import (
+from open_clip_zerovl.models.configs import (
+    DEFAULT_CONTEXT_LENGTH,
+    TEXT_WEIGHTS,
     check_local_dir,
     check_text_tower,
     loadable,

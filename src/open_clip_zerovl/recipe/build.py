@@ -17,7 +17,7 @@ from open_clip.model import convert_to_custom_text_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from open_clip_zerovl.checkpoints.spec import (
+from open_clip_zerovl.checkpoints.loading import (
     NOT_OF_FUNCTION,
     OF_FILES,
     OF_PROJECTION,
@@ -37,7 +37,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.data.images import with_auto_augment
 from open_clip_zerovl.models.build import create_model_and_transforms
-from open_clip_zerovl.models.local_dir import CONFIG_FILE, LOCAL_DIR
+from open_clip_zerovl.models.configs import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.recipe.flags import TOWERS, RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import constant_temperature

@@ -16,7 +16,7 @@ import numpy as np
 
 from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.align.request import AlignRequest
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import CONTENT, claim, difference
 from open_clip_zerovl.core.flags import flags_of
@@ -38,7 +38,7 @@ from open_clip_zerovl.finetune.data import (
 from open_clip_zerovl.finetune.finetuning import starting_folder
 from open_clip_zerovl.finetune.request import digest_of_encoder, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out, set_identities
-from open_clip_zerovl.models.local_dir import LOCAL_DIR
+from open_clip_zerovl.models.configs import LOCAL_DIR
 from open_clip_zerovl.recipe.arguments import Settings
 from open_clip_zerovl.report.verdicts import not_above_chance
 from open_clip_zerovl.trial.flags import TrialFlags

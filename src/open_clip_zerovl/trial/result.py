@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from open_clip_zerovl.report.plot import FAINT, INK, MODEL_COLOURS, Line, draw_levels, line_chart
+from open_clip_zerovl.report.pages import FAINT, INK, MODEL_COLOURS, Line, draw_levels, line_chart
 from open_clip_zerovl.report.tables import text_table
 from open_clip_zerovl.report.verdicts import (
     CONFIDENCE,

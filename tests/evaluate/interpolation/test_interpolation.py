@@ -10,15 +10,16 @@ import open_clip
 import pytest
 import torch
 
-from open_clip_zerovl.checkpoints.between import open_ends
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.loading import Encoder, load_model
+from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.splits import trained_on, write_trained_on
 from open_clip_zerovl.evaluate.curve import (
     CurveSettings,
     Point,
     choose,
+    open_ends,
     score_curve,
     write_between,
 )

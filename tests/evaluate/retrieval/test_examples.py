@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from open_clip_zerovl.evaluate import gallery
-from open_clip_zerovl.evaluate.gallery import GallerySet
+from open_clip_zerovl.evaluate import retrieval
+from open_clip_zerovl.evaluate.retrieval import GallerySet
 
 
 def scored(images, texts, captions) -> GallerySet:
@@ -18,7 +18,7 @@ def scored(images, texts, captions) -> GallerySet:
 
 
 def test_examples_hold_the_best_pictures_and_the_rank(monkeypatch):
-    monkeypatch.setattr(gallery, "thumbnail", lambda image: image.getpixel((0, 0)))
+    monkeypatch.setattr(retrieval, "thumbnail", lambda image: image.getpixel((0, 0)))
     texts = F.normalize(torch.randn(12, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
     shifted = texts.roll(1, dims=0)  # here picture i matches caption i - 1
     captions = [f"caption {n}" for n in range(12)]
@@ -33,7 +33,7 @@ def test_examples_hold_the_best_pictures_and_the_rank(monkeypatch):
 
 
 def test_a_picture_with_the_same_caption_is_right(monkeypatch):
-    monkeypatch.setattr(gallery, "thumbnail", lambda image: image.getpixel((0, 0)))
+    monkeypatch.setattr(retrieval, "thumbnail", lambda image: image.getpixel((0, 0)))
     images = torch.eye(4)
     texts = images[[1, 1, 2, 0]]  # the model finds picture 1 for "a person"; its own is picture 0
     shown = scored(images, texts, ["a person", "a person", "a dog", "a cat"])

@@ -26,7 +26,7 @@ from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import paper_transform_of
 from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data
-from open_clip_zerovl.evaluate.gallery import spread
+from open_clip_zerovl.evaluate.retrieval import spread
 from open_clip_zerovl.prepare.door import sets_as_shards
 from support.scoring import score_checkpoint
 from support.tars import add_file

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from open_clip_zerovl import cli
-from open_clip_zerovl.evaluate.gallery import GallerySet
 from open_clip_zerovl.evaluate.metrics import interval, resampled
-from open_clip_zerovl.evaluate.retrieval import _rsum_over_pictures, rsum_difference
+from open_clip_zerovl.evaluate.retrieval import GallerySet, _rsum_over_pictures, rsum_difference
 from support.tiny_clip import write_retrieval_set
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from open_clip_zerovl.checkpoints.loading import Encoder, load_model
+from open_clip_zerovl.checkpoints.encoder import Encoder
+from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.evaluate.search import SearchSettings, nearest, run_search
 from open_clip_zerovl.features import embed

@@ -15,13 +15,13 @@ import pytest
 import torch
 from PIL import Image
 
-from open_clip_zerovl.checkpoints.loading import Encoder
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.evaluate.search import Searcher
 from support.tiny_clip import picture
 
 pytest.importorskip("gradio", reason="gradio is not installed here (pip install '.[app]')")
-from open_clip_zerovl.evaluate.serve import BEST, WORDS, build_app, launch
+from open_clip_zerovl.evaluate.search import BEST, WORDS, build_app, launch
 
 ODD = "<b>odd & name<b>.png"
 

@@ -19,7 +19,7 @@ from open_clip_zerovl.data.names import FEWEST_PICTURES
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare.pack.rows import Reader
 from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
-from open_clip_zerovl.report.html import thumbnail, write_page
+from open_clip_zerovl.report.pages import thumbnail, write_page
 from open_clip_zerovl.report.verdicts import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
 from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded
 from open_clip_zerovl.shards.tar import BYTES_BEHIND
