@@ -22,7 +22,7 @@ from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY
 from open_clip_zerovl.checkpoints.weights import ENTRY
 from open_clip_zerovl.core.errors import UserError, first_line, say
 from open_clip_zerovl.core.files import reading
-from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER
+from open_clip_zerovl.core.processes import PREEMPTED_STATUS, REQUEUE_MARKER, require_threads
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.dga.model import unwrapped
 from open_clip_zerovl.models.build import (
@@ -183,6 +183,8 @@ class TrainingRun:
             torch.distributed.destroy_process_group()
 
     def _run_main(self) -> None:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            require_threads()
         try:
             status = host.main([])  # parse_args is a hook: the arguments are parsed already
         except stopping.Stopped as stopped:

@@ -351,6 +351,46 @@ def test_ctrl_c_in_the_moment_of_a_fork_is_not_lost(tmp_path):
     assert children_of(os.getpid()) == before and not armed
 
 
+GLOO_WITHOUT_MEMORY = """
+import os, resource, sys, time
+import torch
+from open_clip_zerovl.core.processes import require_threads
+
+def ending(megabytes, guarded):
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + (megabytes << 20),) * 2)
+        try:
+            if guarded:
+                require_threads()
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            os._exit(0)
+        except (RuntimeError, MemoryError):
+            os._exit(2)
+    for _ in range(100):
+        ended, word = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(word)
+        time.sleep(0.05)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return "hangs"
+
+guarded = sys.argv[1] == "guarded"
+print({ending(megabytes, guarded) for megabytes in range(8, 44, 3)})
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_process_group_without_memory_for_its_threads_is_an_error_and_no_hang(guarded):
+    """Without the guard, gloo hangs or aborts (slow: it waits for those that hang)."""
+    words = [sys.executable, "-c", GLOO_WITHOUT_MEMORY, "guarded" if guarded else "bare"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert (eval(said) <= {0, 2}) == guarded, said
+
+
 @pytest.mark.parametrize(
     ("environment", "waits"),
     [

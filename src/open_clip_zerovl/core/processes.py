@@ -502,6 +502,23 @@ def usable_cores() -> int:
     return affinity
 
 
+def require_threads(number: int = 8) -> None:
+    """Start and end some threads at once, as many as gloo starts or more.
+
+    A gloo process group that cannot start its second thread waits for its first one for ever, whatever its timeout.
+
+    Raises:
+        RuntimeError: a limit of memory or of processes allows fewer.
+    """
+    leave = threading.Event()
+    threads = [threading.Thread(target=leave.wait) for _ in range(number)]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        leave.set()
+
+
 @cache
 def take_product_buffer(inverse: Callable[[Any], Any] | None = None) -> None:
     """Have OpenBLAS allocate its buffer, which it does once a process, at the first inverse or large product.

@@ -28,6 +28,7 @@ from tqdm.auto import tqdm
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
+from open_clip_zerovl.core.processes import require_threads
 from open_clip_zerovl.data.images import paper_transform_of
 from open_clip_zerovl.data.sets import (
     IndexedSet,
@@ -554,6 +555,7 @@ def _ranks() -> Iterator[ProcessRank]:
     if world_size == 1:
         yield ProcessRank()
         return
+    require_threads()
     dist.init_process_group("gloo")
     try:
         yield ProcessRank(dist.get_rank(), world_size, int(os.environ.get("LOCAL_RANK", 0)))
