@@ -43,7 +43,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests")]  # works with
 
 from open_clip_zerovl.core.errors import UserError  # noqa: E402
 from open_clip_zerovl.core.files import write_atomically  # noqa: E402
-from open_clip_zerovl.report.tables import markdown_table  # noqa: E402
+from scripts.tables import markdown_table  # noqa: E402
 
 # Functions of scripts/bench/gpu_parts.py: (seconds on an H100, what they answer).
 PARTS = {

@@ -25,11 +25,12 @@ from open_clip.factory import get_model_config
 from open_clip.loss import ClipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.memory import PeakBytes
+from open_clip_zerovl.core.memory import LiveBytes
 from open_clip_zerovl.data.images import normalize
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
@@ -358,6 +359,33 @@ def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> floa
     if setup.device.type == "cuda":
         torch.cuda.synchronize(setup.device)
     return time.perf_counter() - start
+
+
+class PeakBytes(LiveBytes):
+    """The peak of `LiveBytes`, in `peak`. Scratch memory inside an operation is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._bound = (
+            0  # upper bound of the live bytes; they are counted only where it exceeds the peak
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._bound += sum(
+            t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor)
+        )
+        if self._bound > self.peak:
+            self._bound = self.bytes()
+            self.peak = max(self.peak, self._bound)
+        return result
 
 
 def peak_bytes(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> int:

@@ -43,11 +43,11 @@ from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.tokens import WordAugment
-from open_clip_zerovl.report.tables import markdown_table
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.files import write_shard
 from open_clip_zerovl.shards.tar import Sample
 from scripts.bench.harness import write, write_bert
+from scripts.tables import markdown_table
 
 NEEDED_PER_SECOND = 3300  # samples that eight GPUs take in the paper's recipe
 BATCH = 32

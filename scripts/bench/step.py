@@ -38,7 +38,6 @@ import torch
 import torch.distributed as dist
 
 from open_clip_zerovl.core.memory import available_bytes, keep_freed_memory
-from open_clip_zerovl.report.tables import markdown_table
 from scripts.bench.harness import (
     SORTED,
     MicroBatch,
@@ -57,6 +56,7 @@ from scripts.bench.harness import (
     ways,
     write,
 )
+from scripts.tables import markdown_table
 
 SEED = 1  # of micro-batches and masks; each rank adds its number
 WARM_UP_STEPS = 2  # retain="auto" measures in the first and decides in the second

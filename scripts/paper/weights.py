@@ -22,7 +22,7 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
-from open_clip_zerovl.report.tables import markdown_table
+from scripts.tables import markdown_table
 
 # Tables 1 and 9, zero-shot: recall@1 and @10 from image to text and from text to image, RSUM; in percent points.
 MEASURED = (

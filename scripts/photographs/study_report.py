@@ -9,7 +9,7 @@ records is no row.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,7 @@ from scipy.stats import spearmanr
 
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.report.pages import FAINT, MODEL_COLOURS, new_figure, plain_axes, png_bytes
-from open_clip_zerovl.report.tables import markdown_table
-from open_clip_zerovl.report.verdicts import Estimate, holm, student, verdict
+from open_clip_zerovl.report.verdicts import CONFIDENCE, Estimate, student, verdict
 from scripts.photographs.study import (
     RECORDS,
     Record,
@@ -30,12 +29,27 @@ from scripts.photographs.study import (
     read_protocol,
     read_records,
 )
+from scripts.tables import markdown_table
 
 FIGURE = RECORDS / "mixtures.png"
 PRIMARIES = ("clean", "pool")
 SHOWN = ("clean", "pool", "cross", "unseen")
 NAMES = {"adamw": "AdamW", "lars": "LARS"}
 SMALLEST = "16"  # the arm that all batches are compared with
+
+
+def holm(p_values: Mapping[str, float], level: float = 1 - CONFIDENCE) -> set[str]:
+    """Find the keys that stay below `level` by Holm's correction.
+
+    The k-th smallest of n counts times (n - k + 1), and a key is among them only with all before it.
+    """
+    significant: set[str] = set()
+    ascending = sorted(p_values, key=p_values.__getitem__)
+    for tests_left, key in zip(range(len(p_values), 0, -1), ascending, strict=True):
+        if p_values[key] * tests_left >= level:
+            break
+        significant.add(key)
+    return significant
 
 
 def shown(estimate: Estimate) -> str:

@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.memory import PeakBytes
 from open_clip_zerovl.dga import retain as retain_module
 from open_clip_zerovl.dga import step as step_module
 from open_clip_zerovl.dga.replay import ReplayCheck
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.losses import ContrastiveLoss
+from scripts.bench.harness import PeakBytes
 from support import ROOT
 from support.dga_reference import (
     CONTEXT,

@@ -11,8 +11,8 @@ import torch
 from open_clip.factory import get_model_config
 from transformers import BertConfig
 
-from open_clip_zerovl.core.memory import PeakBytes
 from scripts.bench import harness, step
+from scripts.bench.harness import PeakBytes
 
 pytestmark = pytest.mark.slow  # runs the benchmark's program
 

@@ -349,3 +349,13 @@ def test_the_split_does_not_depend_on_the_order_of_the_names():
     assert parts == flickr8k_split(names[::-1])
     assert [len(part) for part in parts.values()] == [1000, 1000, 500]
     assert len(set().union(*parts.values())) == 2500
+
+
+def test_holms_correction_stops_at_the_first_row_that_fails():
+    """Four p at 5 %: 0.012 against 0.0125, 0.013 against 0.0167, 0.03 against 0.025; later ones are not compared."""
+    assert study_report.holm({"a": 0.03, "b": 0.012, "c": 0.04, "d": 0.013}) == {"b", "d"}
+    assert (
+        study_report.holm({"a": 0.0126, "b": 0.013, "c": 0.013, "d": 0.013})
+        == set()
+        == study_report.holm({})
+    )

@@ -7,8 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.report.tables import markdown_table
 from open_clip_zerovl.report.verdicts import Estimate, student
+from scripts.tables import markdown_table
 
 Records = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (question, row) -> seed -> record
 

@@ -56,33 +56,6 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for _, size in self._made.values())
 
 
-class PeakBytes(LiveBytes):
-    """The peak of `LiveBytes`, in `peak`. Scratch memory inside an operation is not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._bound = (
-            0  # upper bound of the live bytes; they are counted only where it exceeds the peak
-        )
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._bound += sum(
-            t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor)
-        )
-        if self._bound > self.peak:
-            self._bound = self.bytes()
-            self.peak = max(self.peak, self._bound)
-        return result
-
-
 def available_bytes(device: torch.device) -> int | None:
     """Ask for the bytes that this process can still allocate: on CUDA free plus cached, on CPU its share of the host's.
 

@@ -1,20 +1,10 @@
-"""Tables and durations as text: for Markdown pages that scripts write, and for a terminal; scores shown as their table."""
+"""Tables and durations as text for a terminal, and scores shown as their table."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a pipe table without a newline at its end.
-
-    Columns of numbers are aligned to the right.
-    """
-    numbers = [all(row[i][:1] in "-+0123456789" for row in rows) for i in range(len(header))]
-    rule = ["--:" if right else "---" for right in numbers]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
-
-Key = TypeVar("Key", bound=Hashable)
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 CONFIDENCE = 0.95
 HIGHER, LOWER, OPEN = "higher", "lower", "open"
@@ -67,20 +65,6 @@ def student(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate
         return Estimate(mean)
     error = statistics.stdev(values) / math.sqrt(len(values))
     return estimate_by_t(mean, error, len(values) - 1, confidence)
-
-
-def holm(p_values: Mapping[Key, float], level: float = 1 - CONFIDENCE) -> set[Key]:
-    """Find the keys that stay below `level` by Holm's correction.
-
-    The k-th smallest of n counts times (n - k + 1), and a key is among them only with all before it.
-    """
-    significant: set[Key] = set()
-    ascending = sorted(p_values, key=p_values.__getitem__)
-    for tests_left, key in zip(range(len(p_values), 0, -1), ascending, strict=True):
-        if p_values[key] * tests_left >= level:
-            break
-        significant.add(key)
-    return significant
 
 
 class Verdict(NamedTuple):
