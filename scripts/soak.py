@@ -90,7 +90,7 @@ class Target:
     ranks: int | None = None
 
 
-TRAINED = ("*.log", "*.html", "record.jsonl", "params.txt", "step_*.pt")
+TRAINED = ("*.log", "*.html", "record.jsonl", "params.txt", "step_*.pt", "traceback-rank*.txt")
 TRAIN = (
     "--model soak-tiny --device cpu --precision fp32 --log-every-n-steps 1 --warmup 2 --train-data a={home}/a --dga-steps 2 "
     "--workers 1 --epochs 3 --save-every-steps 3 --coin-flip-mixup --mixup-alpha 1.0 --aug-cfg scale=(0.6,1.0) "
@@ -241,8 +241,17 @@ class Call:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # it ends after its ranks
             signal.signal(number, signal.SIG_IGN)
         os.write(done, f"{' '.join(map(str, pids))}\n".encode())
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        os._exit(max(abs(status) for status in statuses))
+        worst, running = 0, set(pids)
+        while running:
+            pid, word = os.wait()
+            running.discard(pid)
+            worst = max(worst, abs(os.waitstatus_to_exitcode(word)))
+            if (
+                worst
+            ):  # as torchrun does: a rank that has not met the others yet would wait for them
+                for other in running:
+                    os.kill(other, signal.SIGTERM)
+        os._exit(worst)
 
     def wait(self, limit_seconds: float) -> tuple[float | None, int]:
         """Wait for the end of all its processes.

@@ -31,6 +31,7 @@ from open_clip_zerovl.losses.problem import Report
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.run import (
     PAGE,
+    RECORD,
     Record,
     read_record,
     verdict_words,
@@ -208,8 +209,12 @@ class RunLog:
             how: done, stopped or failed.
         """
         if self._began is None:
-            return
-        if how == "done":
+            folder = Path(self.args.logs) / self.args.name
+            if how != "done" or self.args.rank != 0 or not (folder / RECORD).is_file():
+                return
+            # Nothing was left to train: the process that trained may have been killed while it wrote the page.
+            self._record = Record(folder, self.args.epochs)
+        elif how == "done":
             logging.info(f"Done in {duration(round(time.monotonic() - self._began))}.")
         self._began = None
         if self.not_finite:

@@ -202,6 +202,10 @@ def test_a_step_is_written_to_the_record_and_to_tensorboard(tmp_path):
     assert [step["by_source"] for step in steps] == [{"sbu": 1.0}, {"vg": 9.0}]
     for name in ("lr", "scale", "samples_per_second", "batch_time"):
         assert [step[name] for step in steps] == [value for _, value in written[f"train/{name}"]]
+    RunLog(args, AllFlags()).end("failed")  # before its first step
+    assert not read_record(tmp_path)["end"]
+    RunLog(args, AllFlags()).end("done")  # a resume that finds nothing left to train
+    assert read_record(tmp_path)["end"][-1]["how"] == "done" and (tmp_path / "run.html").is_file()
 
 
 @pytest.mark.parametrize(
