@@ -102,15 +102,6 @@ def test_a_batch_that_outlives_its_loader_writes_into_no_other_file(tmp_path):
     assert [path.stat().st_size for path in tmp_path.iterdir()] == [0] * 8
 
 
-def test_embeddings_in_bfloat16_travel_too(pooled):
-    """numpy has no such type."""
-    sent = torch.tensor([0.1, -2.0, 3e30], dtype=torch.bfloat16)
-    _, _, (found, other) = pooled.receive(torch.tensor([1]), (sent, torch.tensor([0.5])))
-    assert (
-        found.dtype == torch.bfloat16 and torch.equal(found, sent) and other.dtype == torch.float32
-    )
-
-
 def test_full_shared_memory_gets_a_sentence(monkeypatch):
     """The words are torch's, of a /dev/shm of 4 MiB."""
 

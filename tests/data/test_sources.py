@@ -44,31 +44,6 @@ def test_keys_with_dots_give_a_warning(tmp_path, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("mode", "weights"),
-    [({"weight_mode": "mixture_fraction"}, "2::0.6667"), ({}, "1::3")],
-)
-@pytest.mark.parametrize("ending", ["yaml", "json"])
-def test_a_manifest_of_open_clip_is_refused_with_the_flags_of_its_sources(
-    tmp_path, ending, mode, weights
-):
-    """Half of all samples from each of 10 and 30 is two passes and two thirds of one."""
-    a, b = (write_source(tmp_path / name, 0, size, 5) for name, size in (("a", 10), ("b", 30)))
-    sources = [
-        {"name": "a", "shards": a, "samples": 10, "mixture_fraction": 0.5},
-        {"shards": [b], "samples": 30, "mixture_fraction": 0.5, "sampling_weight": 3},
-    ]
-    file = tmp_path / f"mix.{ending}"
-    file.write_text(json.dumps({"version": 1, "sources": sources, **mode}))
-    with pytest.raises(UserError, match="a manifest of open_clip 4; name its sources") as refused:
-        parse_sources(f"mine={file}")
-    data, factors = (
-        str(refused.value).partition("--train-data ")[2].split(" --train-data-upsampling-factors ")
-    )
-    assert factors == weights
-    assert [source.name for source in parse_sources(data.strip("'"), factors)] == ["a", "source1"]
-
-
 def test_a_quick_look_at_paths_knows_home_and_patterns(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "photos").mkdir()
@@ -94,6 +69,8 @@ def test_is_named():
             None,
             "7 of 8 shards of source 'a' do not exist, first .*00001.tar",
         ),
+        ("a={tmp}/mix.yaml", None, "a manifest of open_clip 4: name its sources"),
+        ("a={tmp}/mix.json", None, "a manifest of open_clip 4: name its sources"),
         ("a={tmp}/a::a={tmp}/a", None, "two sources are called 'a'"),
         ("a={tmp}/a:b={tmp}/a", None, "a:b={tmp}/a does not exist; correct the path"),
         ("a={tmp}/a/{{0000", None, "braces .* do not match|do not exist"),
@@ -136,6 +113,10 @@ def test_a_mistake_gives_one_sentence(tmp_path, data, weights, words):
     write_source(tmp_path / "badsizes", 0, 4, 4)
     (tmp_path / "badsizes" / "sizes.json").write_text(json.dumps(["00000.tar"]))
     write_tar(tmp_path / "none" / "0.tar", [])
+    (tmp_path / "mix.yaml").write_text("version: 1\nsources:\n- {name: a, shards: a.tar}\n")
+    (tmp_path / "mix.json").write_text(
+        '{"version": 1, "sources": [{"name": "a", "shards": "a.tar"}]}'
+    )
     with pytest.raises(UserError, match=words.replace("{tmp}", str(tmp_path))) as raised:
         parse_sources(data.format(tmp=tmp_path), weights)
     assert "\n" not in str(raised.value)

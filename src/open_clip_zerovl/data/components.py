@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import braceexpand
-import yaml
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.splits import SPLITS
@@ -43,7 +42,7 @@ from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path, matchin
 EXTENSIONS = (".csv", ".tsv")  # of tables
 PACKED = "pack.json"  # marks an output of `zerovl data pack`
 _NAMED_SIZES = re.compile(r"(.+)@([^@]+\.json)", re.DOTALL)
-_MANIFEST = re.compile(r"""["']?sources["']?\s*:""")
+_MANIFEST = re.compile(r"""\bsources["']?\s*:.*?\bshards["']?\s*:""", re.DOTALL)
 _ANNOTATIONS = re.compile(r"(.+?\.(?:json|csv|tsv))(?:@(.+))?", re.IGNORECASE)
 
 
@@ -88,37 +87,13 @@ def kind_of(text: str) -> Component:
 
 
 def check_no_manifest(file: str) -> None:
-    """Refuse open_clip 4's manifest of sources, in whose place the sources themselves are written.
-
-    Raises:
-        UserError: the file is a manifest; the sentence has its sources and weights as flags.
-    """
+    """Refuse open_clip 4's manifest of sources, in whose place the sources themselves are written."""
     with open(file, encoding="utf-8", errors="replace") as content:
-        if not _MANIFEST.search(content.read(4096)):
-            return
-    with open(file, encoding="utf-8") as content:
-        manifest = yaml.safe_load(content)  # JSON, too
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("sources"), list):
-        return
-    sources = [source for source in manifest["sources"] if isinstance(source, dict)]
-    named, weights = [], []
-    for number, source in enumerate(sources):
-        shards = source.get("shards", "SHARDS")
-        if isinstance(shards, list):
-            shards = shards[0] if len(shards) == 1 else f"{{{','.join(shards)}}}"
-        named.append(f"{source.get('name', f'source{number}')}={shards}")
-        weights.append(float(source.get("sampling_weight", 1)))
-    if manifest.get("weight_mode") == "mixture_fraction":
-        # A share of the samples as passes over the source: the epoch stays as long as one pass over all.
-        total = sum(source["samples"] for source in sources)
-        shares = sum(source["mixture_fraction"] for source in sources)
-        weights = [
-            source["mixture_fraction"] / shares * total / source["samples"] for source in sources
-        ]
-    raise UserError(
-        f"{file} is a manifest of open_clip 4; name its sources: --train-data '{'::'.join(named)}' "
-        f"--train-data-upsampling-factors {'::'.join(f'{weight:.4g}' for weight in weights)}"
-    )
+        if _MANIFEST.search(content.read(4096)):
+            raise UserError(
+                f"{file} is a manifest of open_clip 4: name its sources, --train-data 'NAME=SHARDS::NAME=SHARDS', and their "
+                "weights, --train-data-upsampling-factors 2::1 (passes over each source in an epoch)"
+            )
 
 
 def packed_folders(folder: str | Path) -> dict[str, Path]:

@@ -40,7 +40,7 @@ from torchvision.transforms.autoaugment import _apply_op
 from torchvision.transforms.functional import _compute_resized_output_size
 
 from open_clip_zerovl.data.images import MIN_SIDE_PX, Crop, ToBytes, decode_image
-from open_clip_zerovl.shards.pictures import may_be_turned
+from open_clip_zerovl.shards.pictures import is_upright
 
 try:
     import simplejpeg
@@ -82,7 +82,7 @@ def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
             colours not in ("YCbCr", "Gray")
             or min(width, height) < MIN_SIDE_PX
             or (limit and width * height > limit)
-            or may_be_turned(data)
+            or not is_upright(data)
         ):
             return None
         scale = crop.reduction(width, height) if crop is not None else 1

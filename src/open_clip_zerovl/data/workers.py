@@ -234,12 +234,12 @@ class PooledBatch:
     ) -> PooledBatch:
         """Make the micro-batch (images, *others), in the worker. Other tensors travel as arrays: as tensors, each would take a
         segment of shared memory and a descriptor."""
-        sent = _each(torch.Tensor, _as_array, tuple(others))
+        sent = _each(torch.Tensor, torch.Tensor.numpy, tuple(others))
         return cls(worker, os.getpid(), block, images, sent)
 
     def received(self) -> tuple[Any, ...]:
         """Return `others` with arrays as tensors again."""
-        return _each(_Bfloat16, _Bfloat16.tensor, _each(np.ndarray, torch.from_numpy, self.others))
+        return _each(np.ndarray, torch.from_numpy, self.others)
 
     def pin_memory(self) -> PooledBatch:
         """Return a copy with `pinned`, for torch's DataLoader, which calls this on items that are not tensors."""
@@ -247,22 +247,6 @@ class PooledBatch:
             self,
             pinned=_each(torch.Tensor, torch.Tensor.pin_memory, (self.images, *self.received())),
         )
-
-
-@dataclass(frozen=True)
-class _Bfloat16:
-    """A bfloat16 tensor on its way: its bits, since numpy has no such type."""
-
-    bits: np.ndarray
-
-    def tensor(self) -> torch.Tensor:
-        return torch.from_numpy(self.bits).view(torch.bfloat16)
-
-
-def _as_array(tensor: torch.Tensor) -> np.ndarray | _Bfloat16:
-    if tensor.dtype == torch.bfloat16:
-        return _Bfloat16(tensor.view(torch.int16).numpy())
-    return tensor.numpy()
 
 
 def _each(kind: type, function: Callable[[Any], Any], parts: Any) -> Any:

@@ -11,7 +11,6 @@ import importlib.util
 import io
 import os
 import re
-import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -53,11 +52,18 @@ _TURNS = {  # EXIF's orientation -> how to turn the picture upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# of a JPEG's segments
-_EXIF, _XMP_TURNED = b"Exif\0\0", re.compile(rb'tiff:Orientation(="|>)[2-8]')
-_FILL, _APP1, _SCAN, _END = 0xFF, 0xE1, 0xDA, 0xD9
+_MARKER, _SCAN = (
+    b"\xff",
+    b"\xda",
+)  # the beginning of a JPEG's segments, and the kind of its pixels' segment
+_SCAN_OR_METADATA = (
+    _SCAN,
+    b"\xe1",
+    _MARKER,
+    b"",
+)  # EXIF and XMP; a filling byte; the end of the file
 _LARGEST_TEXT_BYTES = 64 << 20  # of a PNG: programs that draw pictures store their settings there
-_ORIENTATION, _SHORT = 0x112, 3  # EXIF's number of the tag, and its type
+_ORIENTATION = 0x112  # EXIF's number of the tag
 
 Result = TypeVar("Result")
 
@@ -228,40 +234,16 @@ def upright(image: Image.Image) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def may_be_turned(jpeg: bytes) -> bool:
-    """Return whether the header of a JPEG asks to turn it, or may do so."""
+def is_upright(jpeg: bytes) -> bool:
+    """Return whether a JPEG is shown as it is stored. One without EXIF and XMP before its scan is not opened for it.
+
+    Raises:
+        BadPicture: it cannot be opened.
+    """
     at = 2
-    while at + 4 <= len(jpeg) and jpeg[at] == _FILL:
-        marker = jpeg[at + 1]
-        if marker in (_SCAN, _END):
-            return False
-        if marker == _FILL:
-            at += 1
-            continue
-        end = at + 2 + (jpeg[at + 2] << 8 | jpeg[at + 3])
-        if marker == _APP1:
-            segment = jpeg[at + 4 : end]
-            if segment.startswith(_EXIF) and _exif_turns(segment[len(_EXIF) :]):
-                return True
-            if _XMP_TURNED.search(segment):
-                return True
-        at = end
-    return False
-
-
-def _exif_turns(exif: bytes) -> bool:
-    """Return whether the first directory of an EXIF segment holds an orientation other than upright, or may hold one."""
-    order = ">" if exif.startswith(b"MM") else "<"
-    try:
-        (begin,) = struct.unpack_from(f"{order}I", exif, 4)
-        (count,) = struct.unpack_from(f"{order}H", exif, begin)
-        for entry in range(begin + 2, begin + 2 + 12 * count, 12):
-            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", exif, entry)
-            if tag == _ORIENTATION:
-                return kind != _SHORT or value in _TURNS
-    except struct.error:
-        return True
-    return False
+    while jpeg[at : at + 1] == _MARKER and jpeg[at + 1 : at + 2] not in _SCAN_OR_METADATA:
+        at += 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+    return jpeg[at : at + 2] == _MARKER + _SCAN or decoded(jpeg, orientation_of) == 1
 
 
 def rgb(image: Image.Image) -> Image.Image:

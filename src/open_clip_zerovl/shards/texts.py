@@ -56,6 +56,7 @@ BROKEN_ARCHIVE = (
     lzma.LZMAError,
 )
 
+_DECODER = json.JSONDecoder()
 _PIECE_BYTES = 1 << 20  # of JSON that are read at a time
 #: Characters that no element of an annotation file has. So a file that is broken near its start is not read to its end.
 _LONGEST_ELEMENT = 64 << 20
@@ -212,98 +213,78 @@ def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Itera
     Raises:
         UserError: the document is not JSON, ends early, is of another form, or lacks the key.
     """
-    reader = _JsonReader(stream, name)
-    if key is None:
-        reader.expect("[", "a list")
-        yield from reader.elements()
-        return
-    reader.expect("{", "an object")
-    while reader.peek() != "}":
-        member = reader.value()
-        reader.expect(":", "an object")
-        if member == key:
-            reader.expect("[", f"a list under {key!r}")
-            yield from reader.elements()
-            return
-        if reader.peek() == "[":
-            reader.expect("[", "a list")
-            for _ in reader.elements():
-                pass
-        else:
-            reader.value()
-        if reader.peek() == ",":
-            reader.expect(",", "an object")
-    raise UserError(f"{name} has no list under {key!r}: give the official file.")
+    text = _JsonText(stream, name)
+    if key is not None:
+        text.take("{", "an object")
+        while text.value() != key:
+            text.take(":", "an object")
+            if text.next() == "[":
+                for _ in text.elements():
+                    pass
+            else:
+                text.value()
+            text.take(",", f"the key {key!r}")
+        text.take(":", "an object")
+    yield from text.elements()
 
 
-class _JsonReader:
-    """Reads a JSON document piece by piece."""
+class _JsonText:
+    """The text of a JSON document, of which no more is in memory than a value needs."""
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
         self._stream, self._name = stream, name
-        self._decoder = json.JSONDecoder()
         self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text, self._at, self._ended, self._before = "", 0, False, 0
+        self._text, self._at, self._before = "", 0, 0
 
-    def peek(self) -> str:
-        """Return the next character that is not white space without consuming it."""
+    def next(self) -> str:
+        """Return the next character that is not white space without consuming it, "" at the end."""
         while True:
-            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+            while self._text[self._at : self._at + 1] in (" ", "\t", "\r", "\n"):
                 self._at += 1
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._more():
-                raise self._broken("it ends early")
+            if self._at < len(self._text) or not self._read_on():
+                return self._text[self._at : self._at + 1]
 
-    def expect(self, character: str, what: str) -> None:
+    def take(self, character: str, what: str) -> None:
         """Consume a character. UserError if another one comes."""
-        seen = self.peek()
-        if seen != character:
+        if self.next() != character:
             raise self._broken(f"expected {what}, found {self._text[self._at : self._at + 20]!r}")
         self._at += 1
 
     def elements(self) -> Iterator[Any]:
-        """Yield the elements of an array whose opening bracket has been read, and consume the closing one."""
-        while self.peek() != "]":
+        """Yield the elements of an array."""
+        self.take("[", "a list")
+        while self.next() != "]":
             yield self.value()
-            if self.peek() == ",":
-                self._at += 1
-            elif self.peek() != "]":
-                self.expect("]", "a comma or the list's end")
+            if self.next() != "]":
+                self.take(",", "a comma or the list's end")
         self._at += 1
 
     def value(self) -> Any:
-        """Read the next whole value."""
-        self.peek()
+        """Read the next whole value. The text is doubled where it ends within, so that a long value is parsed few times."""
+        self.next()
         while True:
+            length = len(self._text) - self._at
             try:
-                value, end = self._decoder.raw_decode(self._text, self._at)
+                value, end = _DECODER.raw_decode(self._text, self._at)
+                # a number at the end of the text may have more digits
+                if end < len(self._text) or not self._read_on(length):
+                    self._at = end
+                    return value
             except json.JSONDecodeError as error:
-                # The value is incomplete, or broken: read on. The text is doubled, so that a long value is parsed few times.
-                if len(self._text) - self._at > _LONGEST_ELEMENT or not self._more(
-                    len(self._text) - self._at
-                ):
+                if length > _LONGEST_ELEMENT or not self._read_on(length):
                     raise self._broken(error.msg) from error
-                continue
-            # A number at the end of the text read so far may have more digits.
-            if end == len(self._text) and self._more():
-                continue
-            self._at = end
-            return value
 
-    def _more(self, at_least: int = 0) -> bool:
+    def _read_on(self, at_least: int = 0) -> bool:
         """Read more text, and return whether there was any."""
-        if self._ended:
-            return False
         content = self._stream.read(max(_PIECE_BYTES, at_least))
-        self._ended = not content
         try:
-            text = self._utf8.decode(content, final=self._ended)
+            text = self._utf8.decode(content, final=not content)
         except UnicodeDecodeError as error:
             raise self._broken(str(error)) from error
-        self._before += self._at
-        self._text, self._at = self._text[self._at :] + text, 0
-        return not self._ended or bool(text)
+        if content:
+            self._before += self._at
+            self._text, self._at = self._text[self._at :] + text, 0
+        return bool(content)
 
     def _broken(self, why: str) -> UserError:
         return UserError(
