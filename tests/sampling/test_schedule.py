@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import stream
-from open_clip_zerovl.data.sample_stream import Substitutes
+from open_clip_zerovl.data.sample_stream import SliceReader
 from open_clip_zerovl.sampling import STRATEGIES
 from open_clip_zerovl.sampling.assignment import (
     Assignment,
@@ -470,8 +470,8 @@ def test_every_lost_sample_of_every_source_draws_its_own_replacement():
         def samples(shard: int, offset: int):
             yield shard
 
-        substitutes = Substitutes(SimpleNamespace(samples=samples), slices, index, seed)
-        return [substitutes.get(slices[position], 0, 0).sample for position in range(40)]
+        reader = SliceReader(SimpleNamespace(samples=samples), (), slices, index, seed)
+        return [reader.substitute(slices[position], 0, 0).sample for position in range(40)]
 
     one = drawn(0, 0)
     assert len(set(one)) > 20 and drawn(0, 0) == one

@@ -131,7 +131,7 @@ def test_a_file_comes_whole_whatever_breaks(server, cache, case, ranges):
     [
         ("00000.tar", "503", r"^server answered 503 after 3 retries$", 4),
         ("00000.tar", "cut:3000", r"^cut off at byte 3000 after 3 retries$", 4),
-        ("00000.tar", "page", r"^no tar or parquet after 2 retries$", 3),
+        ("00000.tar", "page", r"^no tar or parquet after 1 retry$", 2),
         ("00000.tar", "403", r"^server answered 403$", 1),
         ("00000.tar", "401", r"^server answered 401, .* HF_TOKEN$", 1),
         ("gone.tar", "", r"^no such file$", 1),

@@ -38,7 +38,6 @@ from open_clip_zerovl.sampling.order import LocalOrder
 from open_clip_zerovl.sampling.slices import ShardSlice
 from open_clip_zerovl.shards.tar import Sample, ShardError
 from open_clip_zerovl.shards.texts import Fault, caption_of
-from open_clip_zerovl.shards.urls import local_path
 
 MARGIN_SAMPLES = (
     64  # largest distance of a replacement; encoded samples of this many places are kept
@@ -122,7 +121,7 @@ class SliceReader:
         index: number of the source in the mixture.
         seed: the seed of the run.
         fail: raise UserError for a bad sample or shard, instead of replacing it.
-        ahead: called with the URL of a remote shard that will be read soon.
+        ahead: called with the path or URL of the shard that is read next.
     """
 
     reader: ShardReader
@@ -132,10 +131,8 @@ class SliceReader:
     seed: int = 0
     fail: bool = False
     ahead: Callable[[str], None] = lambda _: None
-    substitutes: Substitutes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.substitutes = Substitutes(self.reader, self.epoch_slices, self.index, self.seed)
+    # shards known to be torn -> whole samples
+    _readable: dict[int, int] = field(default_factory=dict, init=False)
 
     def samples(self, begin: int = 0) -> Generator[Placed, None, None]:
         """Yield the samples of all slices, from sample number `begin` on.
@@ -148,7 +145,7 @@ class SliceReader:
                 begin -= len(part)
                 continue
             if number < len(self.slices):
-                self._announce(self.slices[number].shard)
+                self.ahead(self.reader.source.shards[self.slices[number].shard])
             yield from self._of_slice(part, part.start + begin)
             begin = 0
 
@@ -173,36 +170,16 @@ class SliceReader:
         for lost in range(number, part.stop):
             shard, position = reader.source.shards[part.shard], positions + lost
             loss = DroppedSample(self.index, sample.reason, "", shard, sample.detail, position)
-            replacement = self.substitutes.get(part, lost, sample.readable)
+            replacement = self.substitute(part, lost, sample.readable)
             yield replacement._replace(loss=loss)
 
-    def _announce(self, shard: int) -> None:
-        """Fetch a remote shard in advance, because it will be read soon."""
-        if local_path(self.reader.source.shards[shard]) is None:
-            self.ahead(self.reader.source.shards[shard])
-
-
-@dataclass
-class Substitutes:
-    """Samples of the epoch's other slices that replace lost ones.
-
-    Slices are tried in an order that the seed draws. Sample i of a lost slice is replaced by sample i, modulo its length, of
-    the first slice that can be read; if none can, by a readable sample of its own shard.
-    """
-
-    reader: ShardReader
-    slices: Sequence[ShardSlice]
-    index: int = 0
-    seed: int = 0
-    # shards known to be torn -> whole samples
-    _readable: dict[int, int] = field(default_factory=dict, init=False)
-    _open: tuple[int, int, Generator[Sample | ShardError, None, None]] | None = field(
-        default=None, init=False
-    )
-    _drawn: tuple[int, list[int]] = field(default=(-1, []), init=False)
-
-    def get(self, part: ShardSlice, offset: int, readable: int, *, attempt: int = 0) -> Placed:
+    def substitute(
+        self, part: ShardSlice, offset: int, readable: int, *, attempt: int = 0
+    ) -> Placed:
         """Return the sample that replaces sample `offset` of a part.
+
+        The epoch's slices are tried in an order that the seed draws. Sample i of a lost slice is replaced by sample i, modulo
+        its length, of the first slice that can be read; if none can, by a readable sample of its own shard.
 
         Args:
             readable: number of readable samples of the part's own shard.
@@ -211,8 +188,9 @@ class Substitutes:
         Raises:
             UserError: nothing of the source can be read.
         """
-        for number in self._order(part.position)[attempt:]:
-            other = self.slices[number]
+        rng = stream(self.seed, Purpose.SUBSTITUTES, self.index, part.position)
+        for number in rng.permutation(len(self.epoch_slices)).tolist()[attempt:]:
+            other = self.epoch_slices[number]
             if other.shard == part.shard:
                 continue
             replacement = self._read(other, other.start + (offset - part.start) % len(other))
@@ -229,35 +207,16 @@ class Substitutes:
             "samples; check that they are there and whole"
         )
 
-    def _order(self, position: int) -> list[int]:
-        """List the numbers of all slices, in the order in which they are tried for the lost part at this position."""
-        if self._drawn[0] != position:
-            rng = stream(self.seed, Purpose.SUBSTITUTES, self.index, position)
-            self._drawn = position, rng.permutation(len(self.slices)).tolist()
-        return self._drawn[1]
-
     def _read(self, part: ShardSlice, offset: int) -> Placed | None:
-        """Read sample `offset` of a part's shard, None if it cannot be read. The shard stays open for the next sample."""
+        """Read sample `offset` of a part's shard, None if it cannot be read."""
         if offset >= self._readable.get(part.shard, offset + 1):
             return None
-        if self._open is None or self._open[:2] != (part.shard, offset):
-            self.close()
-            samples = self.reader.samples(part.shard, offset)
-        else:
-            samples = self._open[2]
-        sample = next(samples)
+        with closing(self.reader.samples(part.shard, offset)) as samples:
+            sample = next(samples)
         if isinstance(sample, ShardError):
             self._readable[part.shard] = sample.readable
-            self._open = None
             return None
-        self._open = part.shard, offset + 1, samples
         return Placed(sample, part.position + offset - part.start)
-
-    def close(self) -> None:
-        """Close the shard that is open."""
-        if self._open is not None:
-            self._open[2].close()
-            self._open = None
 
 
 def reordered(
@@ -388,7 +347,7 @@ class SampleStream:
         # A small share may hold no good sample; samples of the epoch's other slices follow.
         alone = ShardSlice(-1, 0, 1, bad.place)
         for attempt in range(min(MARGIN_SAMPLES, len(self.slices.epoch_slices))):
-            yield self.slices.substitutes.get(alone, bad.place, 0, attempt=attempt)
+            yield self.slices.substitute(alone, bad.place, 0, attempt=attempt)
 
     def finish(self) -> None:
         """Let the reader see, after the last place, whether its last shard ends where it should."""

@@ -23,6 +23,7 @@ import shutil
 import tarfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,6 @@ from open_clip_zerovl.shards.urls import (
     Answer,
     Broken,
     ask,
-    asked_wait,
     decompressor,
     is_command,
     local_path,
@@ -49,9 +49,8 @@ from open_clip_zerovl.shards.urls import (
 _ROOM_BYTES = 1 << 26  # reserved at a time where the length is unknown
 _PROGRESS_BYTES = 1 << 16  # new bytes after which the count of retries begins again
 _SLOWEST_BYTES_PER_SECOND = 1024
-_COMMAND_RETRIES = 3  # a command may have its own retries besides
 _OTHER_FILE = "no tar or parquet"
-_OTHER_FILES = 3  # attempts at a file that comes whole and is no shard
+_COMMAND_RETRIES = 3  # a command may have its own retries besides
 
 
 class Unreachable(ShardError):
@@ -236,14 +235,12 @@ def _last_use(folder: Path) -> float:
 
 def _used(folder: Path) -> int:
     """Return the bytes of a shard's files, of one that is being fetched those that it will have."""
-    whole = part = 0
+    sizes: Counter[str] = Counter()
     for file in folder.rglob("*"):
         with suppress(FileNotFoundError):
-            if file.name in ("room", "part"):
-                part = max(part, file.stat().st_size)
-            elif file.is_file():
-                whole += file.stat().st_size
-    return whole + part
+            if file.is_file():
+                sizes[file.name] += file.stat().st_size
+    return sizes.total() - min(sizes["part"], sizes["room"])
 
 
 def _remove(folder: Path) -> bool:
@@ -346,7 +343,7 @@ class _Transfer:
     check: Callable[[Path], bool] | None = None
     reserve: Callable[[Path, int, float], None] | None = None
     progress: bool = False
-    _retries: list[str] = field(default_factory=list, init=False)  # their reasons
+    _retries: int = field(default=0, init=False)
     _failures: int = field(default=0, init=False)  # since the last progress
     _progressed: int = field(default=0, init=False)  # bytes then
 
@@ -406,22 +403,23 @@ class _Transfer:
         if came >= self._progressed + _PROGRESS_BYTES:
             self._failures, self._progressed = 0, came
         reason, passing = reason_of(error)
-        passing &= reason != _OTHER_FILE or self._retries.count(reason) < _OTHER_FILES - 1
+        passing &= (
+            reason != _OTHER_FILE or not self._retries
+        )  # a page in place of a shard is asked for twice
         most = 0 if policy.failed else policy.retries  # an outage is waited out once
         if is_command(self.url):
             most = min(most, _COMMAND_RETRIES)
         if not passing or self._failures >= most:
-            count = len(self._retries)
             at = f" at byte {came}" if came else ""
-            tried = f" after {count} {'retry' if count == 1 else 'retries'}" if count else ""
-            sentence = f"{reason}{at}{tried}"
+            retries = f"{self._retries} retr{'y' if self._retries == 1 else 'ies'}"
+            sentence = f"{reason}{at}" + (f" after {retries}" if self._retries else "")
             if passing:
                 policy.failed.setdefault(self.url, sentence)
             raise Unreachable(sentence, passing) from error
         wait = policy.first_wait_seconds * 2**self._failures * random.SystemRandom().uniform(0.5, 1)
-        time.sleep(min(policy.longest_wait_seconds, max(wait, asked_wait(error))))
+        time.sleep(min(policy.longest_wait_seconds, wait))
         policy.retried(reason)
-        self._retries.append(reason)
+        self._retries += 1
         self._failures += 1
 
     def _attempt(self) -> None:

@@ -254,31 +254,12 @@ def _places(path: str) -> Iterator[Path]:
 def _load(file: Path) -> TarIndex | None:
     try:
         arrays = read_arrays(file)
-        index = TarIndex(**{field.name: arrays[field.name] for field in fields(TarIndex)})
-        _require_consistent(index)
-        return index
+        return TarIndex(**{field.name: arrays[field.name] for field in fields(TarIndex)})
     except FileNotFoundError:
         return None
     except (KeyError, ValueError) as error:  # KeyError: an array is missing
         logging.warning(f"The index {file} cannot be read ({error}) and is built again.")
         return None
-
-
-def _require_consistent(index: TarIndex) -> None:
-    """Check that arrays make an index, as those of a damaged or foreign file do not.
-
-    Raises:
-        ValueError: they do not.
-    """
-    n = index.captions.size
-    shapes = {"headers": (n,), "captions": (n,), "torn": (2,), "stamp": (3,)}
-    for name, shape in shapes.items():
-        array = getattr(index, name)
-        if array.shape != shape or array.dtype.kind not in ("U" if name == "torn" else "iu"):
-            raise ValueError(f"its {name} has the shape {array.shape} and the type {array.dtype}")
-    inside = (index.headers >= 0).all() and (index.headers < index.stamp[1]).all()
-    if not inside or (np.diff(index.headers) <= 0).any() or (index.captions < 1).any():
-        raise ValueError("its numbers do not add up")
 
 
 def _store(index: TarIndex, path: str) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import URLError
 from urllib.parse import quote, unquote
 from urllib.request import Request, urlopen
 
@@ -207,10 +207,11 @@ def _file_system_of(url: str) -> tuple[Any, str]:
     Raises:
         UserError: no installed package opens such URLs.
     """
+    options = {"endpoint": os.environ.get("HF_ENDPOINT")} if url.startswith("hf:") else {}
     try:
         import fsspec
 
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec does not know
         raise UserError(
             f"shard {url} cannot be opened ({first_line(error)}); install what fsspec asks for, or give a command that prints "
@@ -236,11 +237,8 @@ def matching_urls(pattern: str) -> list[str]:
     Raises:
         UserError: the store cannot be listed.
     """
-    options = {"endpoint": os.environ.get("HF_ENDPOINT")} if pattern.startswith("hf:") else {}
+    file_system, path = _file_system_of(pattern)
     try:
-        import fsspec
-
-        file_system, path = fsspec.core.url_to_fs(pattern, **options)
         return [file_system.unstrip_protocol(file) for file in sorted(file_system.glob(path))]
     except Exception as error:  # fsspec's file systems raise errors of any type
         raise UserError(
@@ -310,9 +308,3 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     of_program = isinstance(cause, (ValueError, TypeError, NotImplementedError, ImportError))
     final = of_program or "credential" in type(cause).__name__.lower()
     return f"{type(cause).__name__}: {cause}", not final
-
-
-def asked_wait(error: BaseException) -> float:
-    """Return the seconds that a busy server asks a client to wait (Retry-After), 0 if it does not."""
-    asked = error.headers.get("Retry-After", "") if isinstance(error, HTTPError) else ""
-    return float(asked) if re.fullmatch(r"\d{1,6}", asked) else 0.0
