@@ -134,7 +134,7 @@ def test_the_page_names_every_room():
         ),
         (
             "data.sources",
-            "from open_clip_zerovl.prepare.pack import packing",
+            "from open_clip_zerovl.prepare import pack",
             "does not stand below data",
         ),
         ("core.errors", "def f():\n    import training.main", "does not stand below core"),

@@ -29,10 +29,10 @@ from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set, read_karpathy
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
-from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, encode_picture
-from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.pack import pack
+from open_clip_zerovl.prepare.pictures import Failure, encode_picture
 from open_clip_zerovl.prepare.public import largest_phrases
-from open_clip_zerovl.prepare.settings import Work
+from open_clip_zerovl.prepare.settings import Encoding, Work
 from open_clip_zerovl.recipe.build import init_from
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.pictures import BadPicture

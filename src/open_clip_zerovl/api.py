@@ -106,8 +106,8 @@ def pack(
     Raises:
         UserError: an input of another form, a folder of other inputs, or nothing to pack.
     """
-    from open_clip_zerovl.prepare.pack.packing import pack as pack_inputs
-    from open_clip_zerovl.prepare.pack.report import next_lines
+    from open_clip_zerovl.prepare.pack import pack as pack_inputs
+    from open_clip_zerovl.prepare.report import next_lines
 
     exclusions = []
     if drop_near is not None:

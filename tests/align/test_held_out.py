@@ -13,7 +13,7 @@ from open_clip_zerovl.data.splits import as_keys, trained_on, write_trained_on
 from open_clip_zerovl.finetune.data import DataArguments
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.models.configs import TRAINED_ON
-from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import PackSettings, Work
 
 SHARE = 0.25

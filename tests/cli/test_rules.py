@@ -38,8 +38,8 @@ from open_clip_zerovl.finetune.data import find_data, open_sources
 from open_clip_zerovl.prepare.check import check_shards
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.prepare.near import find_overlap, open_test_sets
-from open_clip_zerovl.prepare.pack.packing import pack
-from open_clip_zerovl.prepare.pack.rows import class_caption
+from open_clip_zerovl.prepare.pack import pack
+from open_clip_zerovl.prepare.rows import class_caption
 from open_clip_zerovl.prepare.settings import PackSettings, Work
 from open_clip_zerovl.shards.tar import Sample, read_samples
 from support.loading import loader_of

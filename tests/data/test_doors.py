@@ -17,9 +17,9 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.finetune.data import find_data, open_sources
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
+from open_clip_zerovl.prepare.inputs import open_input
 from open_clip_zerovl.prepare.near import find_overlap, open_test_sets
-from open_clip_zerovl.prepare.pack.inputs import open_input
-from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from support.pairs import picture
 

@@ -22,8 +22,8 @@ from open_clip_zerovl.data.sets import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare import door
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
-from open_clip_zerovl.prepare.pack.inputs import open_input
-from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.inputs import open_input
+from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import Columns, Work
 from support.loopback import Handler, Server, serving
 from support.pairs import picture

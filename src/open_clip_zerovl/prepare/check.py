@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.core.files import check_writable, sha256_of, write_atomically
-from open_clip_zerovl.prepare.pack.write import read_manifest
+from open_clip_zerovl.prepare.pack import read_manifest
 from open_clip_zerovl.shards.files import SIZES_FILE, read_sizes
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, BadPicture, decoded
 from open_clip_zerovl.shards.tar import (

@@ -38,7 +38,7 @@ from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sets import Picture, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
-from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
+from open_clip_zerovl.prepare.store import Candidate, Exclusion
 from open_clip_zerovl.report.pages import thumbnail, write_page
 from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded, picture_files
 

@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, digest_of
 from open_clip_zerovl.data.sets import read_karpathy
-from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import Columns, Limits, PackSettings, Work
 from open_clip_zerovl.shards.fetch import fetch_file
 from open_clip_zerovl.shards.files import RETRIEVAL_MARK

@@ -6,12 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from open_clip_zerovl.core.flags import flag, positive, redeclared, seed, share
-
-if TYPE_CHECKING:
-    from open_clip_zerovl.prepare.pack.encode import Encoding
 
 FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
 
@@ -112,6 +109,28 @@ class Columns:
 
 
 @dataclass(frozen=True)
+class Encoding:
+    """Limits of the size of a stored picture, and its JPEG quality.
+
+    Attributes:
+        shorter_side_px: a picture with a longer shorter side is shrunk to it. None keeps the bytes of JPEG, PNG and WebP.
+        quality: JPEG quality.
+        min_side_px: a picture with a smaller side is refused (tracking pixels, blank placeholders).
+        max_pixels: a picture with a larger width times height is refused before it is decoded.
+        longer_side_px: a picture with a longer longer side is shrunk to it.
+        upright: a picture that stock open_clip reads as another one than is shown (turned by its EXIF tag, transparent, of 16
+            bits) is stored as it is shown, even where its bytes could be kept.
+    """
+
+    shorter_side_px: int | None = 256
+    quality: int = 95
+    min_side_px: int = 16
+    max_pixels: int = 150_000_000
+    longer_side_px: int | None = None
+    upright: bool = False
+
+
+@dataclass(frozen=True)
 class PackSettings:
     """Settings that decide the contents of the shards, besides the inputs.
 
@@ -164,8 +183,6 @@ class PackSettings:
     @property
     def encoding(self) -> Encoding:
         """Encoding of the pictures: their own bytes where these may stay."""
-        from open_clip_zerovl.prepare.pack.encode import Encoding
-
         return Encoding(
             shorter_side_px=self.shorter_side_px,
             min_side_px=self.min_side_px,
@@ -183,6 +200,6 @@ class PackSettings:
             "test_share": self.test_share,
             "shard_size": self.shard_size,
             "seed": self.seed,
-            "encoding": self.encoding.settings(),
+            "encoding": asdict(self.encoding),
             "left_out": [[exclusion.reason, exclusion.settings] for exclusion in self.exclusions],
         }

@@ -17,10 +17,10 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.names import class_order, class_words, names_beside
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column
-from open_clip_zerovl.prepare.pack.columns import find, guess_captions
-from open_clip_zerovl.prepare.pack.columns import listed as shown_names
-from open_clip_zerovl.prepare.pack.encode import Failure
-from open_clip_zerovl.prepare.pack.rows import (
+from open_clip_zerovl.prepare.columns import find, guess_captions
+from open_clip_zerovl.prepare.columns import listed as shown_names
+from open_clip_zerovl.prepare.pictures import Failure
+from open_clip_zerovl.prepare.rows import (
     NAME_THEM,
     ClassTemplates,
     Reader,
@@ -176,7 +176,7 @@ class FolderReader(SampleReader):
 
 
 class ClassReader(Reader):
-    """Pictures in folders of classes, `CLASS/1.jpg` or `SOURCE/CLASS/1.jpg`. `data.class_words` has the words of a class.
+    """Pictures in folders of classes, `CLASS/1.jpg` or `SOURCE/CLASS/1.jpg`. `data.names` has the words of a class.
 
     Each picture has the captions of all templates. The upper folders are the values of the source column.
     """

@@ -1,20 +1,33 @@
-"""The columns of pictures and captions in a table, by their names, and the captions in a cell: one rule for all readers."""
+"""Inputs whose rows have named columns: which column is the picture, the caption, the source, and the captions in a cell."""
 
 from __future__ import annotations
 
 import ast
+import codecs
 import csv
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, cast
 
 from open_clip_zerovl.core.errors import UserError, nearest
 from open_clip_zerovl.data.splits import split_column
+from open_clip_zerovl.prepare.rows import ADDRESS, Places, Reader, Row, public_name, word_of
 from open_clip_zerovl.prepare.settings import Columns
-from open_clip_zerovl.shards.texts import EMPTY, BadCaption, caption_of
+from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
+from open_clip_zerovl.shards.texts import (
+    EMPTY,
+    BadCaption,
+    caption_of,
+    encoding_of,
+    members,
+    open_member,
+)
 
 CAPTION_NAMES = (
     *(
@@ -261,10 +274,106 @@ def _listed(text: str) -> Any:
     return text
 
 
-def is_utf8(text: str) -> bool:
-    """Return whether a text has no bytes of another encoding."""
+#: A row by the names of its columns, or the reason why it cannot be read.
+RowFields = Mapping[str, Any] | str
+
+
+class ColumnReader(Reader):
+    """One of the columns names a row's picture (a path, an address), or holds it: bytes, or Hugging Face's {bytes, path}."""
+
+    names_pictures = True
+    chosen: Chosen
+    wanted: Columns
+
+    def _of_file(self, path: Path, wanted: Columns) -> None:
+        self.path, self.wanted = path, wanted
+        self.files = [path]
+        self.splits = self._splits_of_files()
+
+    @property
+    def split_column(self) -> str | None:  # type: ignore[override]
+        """Name the column that says the split of a row."""
+        return self.chosen.split
+
+    @abstractmethod
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
+        """Yield (line, or number from 1, and record) of each row of a file, with at least the columns that are chosen."""
+
+    def rows(self) -> Iterator[Row]:
+        for file in self.files:
+            places = Places(file, self.wanted.pictures_in)
+            split = self._split_of(file) if self.splits.says else ""
+            for row in places.checked(self._rows(file, places)):
+                yield row if row.split else row._replace(split=split)
+
+    def _rows(self, file: Path, places: Places) -> Iterator[Row]:
+        chosen = self.chosen
+        for line, fields in self.records(file):
+            if isinstance(fields, str):
+                yield Row("", (), file.name, line, refused=fields)
+                continue
+            picture, name = fields.get(chosen.picture), ""
+            if isinstance(picture, dict):
+                content, name = picture.get("bytes"), str(picture.get("path") or "")
+                picture = content if isinstance(content, bytes) and content else picture.get("path")
+            captions, label = self._captions(fields)
+            row = Row(
+                "",
+                captions,
+                file.name,
+                line,
+                fields.get(chosen.source) if chosen.source else None,
+                label=label,
+                split=word_of(fields.get(chosen.split)) if chosen.split else "",
+            )
+            if label == "":
+                yield row._replace(label=None, refused="no class")
+            elif isinstance(picture, bytes) and picture:
+                yield row._replace(place=f"{file}#{line}", content=picture, name=public_name(name))
+            elif isinstance(picture, str):
+                yield row._replace(place=places.place(picture), name=public_name(picture))
+            else:
+                yield row._replace(refused="no picture named")
+
+    def _captions(self, fields: Mapping[str, Any]) -> tuple[list[Any], str | None]:
+        """Return the captions of a row, and its class: None without classes, "" for a row that has none."""
+        return [fields.get(name) for name in self.chosen.captions], None
+
+
+@contextmanager
+def opened_table(path: Path) -> Iterator[IO[bytes]]:
+    """Open the plain bytes of a table, gzipped or not, converted to UTF-8 if it has a byte-order mark.
+
+    Raises:
+        UserError: a zip, or a file that cannot be read.
+    """
+    if path.suffix.lower() == ".zip":
+        raise UserError(
+            f"{path} is a zip with {listed(members(path)[:3])}: unpack it, and give the folder or the table"
+        )
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        with open_member(path, path.name) as file:
+            encoding = encoding_of(file.read(4))
+            file.seek(0)
+            yield (
+                file
+                if encoding.startswith("utf-8")
+                else cast(IO[bytes], codecs.EncodedFile(file, "utf-8", encoding))
+            )
+    except UnicodeError as error:
+        raise UserError(
+            f"{path} is not the {encoding.upper()} that its first bytes say ({error}): save it as UTF-8"
+        ) from error
+
+
+def names_of(records: Iterable[Any]) -> list[str]:
+    """List the keys of objects, in the order in which they first come."""
+    return list(
+        dict.fromkeys(name for record in records if isinstance(record, dict) for name in record)
+    )
+
+
+def names_a_picture(field: str) -> bool:
+    """Return whether a field is an address or the name of a picture's file."""
+    field = re.sub(r"#\d+$", "", field.strip().lower())  # Flickr30K's captions
+    return field.startswith(ADDRESS) or field.endswith(tuple(PICTURE_SUFFIXES))

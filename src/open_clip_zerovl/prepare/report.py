@@ -17,8 +17,8 @@ from open_clip_zerovl.core.errors import printable
 from open_clip_zerovl.core.files import atomic_file
 from open_clip_zerovl.data.names import FEWEST_PICTURES
 from open_clip_zerovl.data.splits import SPLITS
-from open_clip_zerovl.prepare.pack.rows import Reader
-from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
+from open_clip_zerovl.prepare.rows import Reader
+from open_clip_zerovl.prepare.store import PairDatabase, Stored
 from open_clip_zerovl.report.pages import thumbnail, write_page
 from open_clip_zerovl.report.verdicts import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
 from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded

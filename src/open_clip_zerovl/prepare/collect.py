@@ -8,6 +8,8 @@ local file that can be read again. Threads fetch and encode, the calling thread 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import queue
 import time
 from collections import Counter
@@ -15,19 +17,93 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import digest_of
 from open_clip_zerovl.data.splits import split_of_word
-from open_clip_zerovl.prepare.pack.columns import is_utf8, texts_of
-from open_clip_zerovl.prepare.pack.download import Downloader
-from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, Picture, encode_picture
-from open_clip_zerovl.prepare.pack.rows import ADDRESS, Reader, Row, SourceNames
-from open_clip_zerovl.prepare.pack.spool import Spool
-from open_clip_zerovl.prepare.pack.store import PairDatabase, Stored
-from open_clip_zerovl.prepare.settings import Limits, Work
+from open_clip_zerovl.prepare.columns import texts_of
+from open_clip_zerovl.prepare.pictures import Downloader, Failure, Picture, encode_picture
+from open_clip_zerovl.prepare.rows import ADDRESS, Reader, Row, SourceNames, is_utf8
+from open_clip_zerovl.prepare.settings import Encoding, Limits, Work
+from open_clip_zerovl.prepare.store import PairDatabase, RowOutcome, Stored
+
+
+class Spool:
+    """The outcomes of a batch of rows. Not thread-safe: one thread appends.
+
+    Attributes:
+        number: number of the batch.
+        open_rows: rows whose pictures are under way.
+        submitted: True once no more rows come.
+    """
+
+    def __init__(self, path: Path, number: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.number = number
+        self.open_rows, self.submitted = 0, False
+        self.outcomes: dict[int, RowOutcome] = {}
+        self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
+        self._recover()
+
+    def add(
+        self, row: int, extension: str, content: bytes, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Keep the picture of a row, and further facts about it (values of JSON)."""
+        head = {"row": row, "extension": extension, "size": len(content)}
+        self._append({**head, "about": dict(about)} if about else head, content)
+
+    def fail(self, row: int, reason: str, *, transient: bool) -> None:
+        """Keep why a row has no picture."""
+        self._append({"row": row, "reason": reason, "transient": transient}, b"")
+
+    def forget_transient(self) -> None:
+        """Treat rows with a transient failure as not tried. The last record of a row counts."""
+        self.outcomes = {
+            row: outcome for row, outcome in self.outcomes.items() if not outcome.transient
+        }
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _append(self, head: dict, content: bytes) -> None:
+        line = json.dumps(head).encode() + b"\n"
+        self._keep(head, self._end + len(line))
+        # One write: a kill in the middle of it leaves a partial last record, which the next opening cuts off.
+        self._file.write(line + content)
+        self._file.flush()
+        self._end += len(line) + len(content)
+
+    def _keep(self, head: dict, offset: int) -> None:
+        self.outcomes[int(head["row"])] = RowOutcome(
+            head.get("extension", ""),
+            offset,
+            head.get("size", 0),
+            head.get("reason", ""),
+            head.get("transient", False),
+            head.get("about", {}),
+        )
+
+    def _recover(self) -> None:
+        total = self._file.seek(0, os.SEEK_END)
+        self._end = 0
+        self._file.seek(0)
+        while line := self._file.readline():
+            try:
+                head = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                head = None
+            if head is None or self._file.tell() + head.get("size", 0) > total:
+                break
+            self._keep(head, self._file.tell())
+            self._end = self._file.seek(head.get("size", 0), os.SEEK_CUR)
+        self._file.truncate(self._end)
+        self._file.seek(0, os.SEEK_END)
+
 
 PICTURES_A_SPOOL = 2_000
 

@@ -1,7 +1,10 @@
-"""Pictures from the web, from hosts that are slow, gone, or answer with something else.
+"""The bytes of a picture as shards store it: fetched from the web where it lies there, decoded to its end, made smaller.
 
-Time, bytes and redirects of a transfer are bounded by aiohttp, on fsspec's event loop. A
-transfer either ends as the host ended it, or raises `Failure`, which has a constant reason to count by and tells callers
+Stored pictures are neither padded nor enlarged. They are rotated by their EXIF tag, and transparency becomes white, so that a
+stored picture looks as on its web page. The default is section 2.1's: shorter side 256 pixels, JPEG quality 95.
+
+Hosts are slow, gone, or answer with something else. Time, bytes and redirects of a transfer are bounded by aiohttp, on fsspec's
+event loop. A transfer ends as the host ended it, or raises `Failure`, which has a constant reason to count by and tells callers
 whether a retry may help.
 """
 
@@ -9,19 +12,150 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import ipaddress
 import socket
 import ssl
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from open_clip_zerovl.prepare.pack.encode import Failure, Unannounced
-from open_clip_zerovl.prepare.settings import Limits
+from PIL import Image
+
+from open_clip_zerovl.data.splits import picture_key
+from open_clip_zerovl.prepare.settings import Encoding, Limits
+from open_clip_zerovl.shards.pictures import (
+    BadPicture,
+    as_shown,
+    decoded,
+    has_transparency,
+    orientation_of,
+    stock_reads_alike,
+)
 from open_clip_zerovl.shards.urls import announces_end
 
 if TYPE_CHECKING:  # imported where it is used: the flags below are shown by `--help`
     from aiohttp import TCPConnector
+
+
+#: Formats whose bytes may be stored unchanged -> the extension that webdataset and CLIP_benchmark look for.
+_EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+_REASONS = {"undecodable image": "broken picture", "oversized image": "picture too large"}
+
+
+class Unannounced(bytes):
+    """An answer whose length was not announced: one that was cut off ends in the same way as a whole one."""
+
+
+class Failure(Exception):
+    """A pair has no picture. `reason` is a short constant phrase to count by. `transient` is true if a retry may help."""
+
+    def __init__(self, reason: str, *, transient: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.transient = transient
+
+
+class Picture(NamedTuple):
+    """A picture as it is stored: extension, bytes, and further facts for its spool."""
+
+    extension: str
+    content: bytes
+    about: Mapping[str, Any] = MappingProxyType({})
+
+
+def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) -> Picture:
+    """Encode a picture as it is stored, decoded to its end, so that a truncated one is refused.
+
+    Args:
+        hashed: fill in `about`: width and height in pixels of the picture as it is stored, upright, 1 or 0 for "turned",
+            "shrunk" and "whitened", and "key", a hash of its RGB pixels before it is shrunk, the same for all files with these
+            pixels. The picture is then decoded in its whole size, even if it is stored smaller.
+
+    Raises:
+        Failure: no picture, or one that is broken, truncated, too small or too large. A broken one of which nobody knows the
+            length counts as cut off, which may pass.
+    """
+
+    def use(image: Image.Image) -> Picture:
+        _check_size(image, encoding)
+        size = image.size
+        turned = orientation_of(image) != 1
+        extension = (
+            _EXTENSIONS.get(image.format or "") if encoding.shorter_side_px is None else None
+        )
+        if extension and not (hashed or encoding.upright) and encoding.longer_side_px is None:
+            image.load()
+            return Picture(extension, content)
+        side = encoding.shorter_side_px
+        if side is not None and side / min(size) < 0.5 and not hashed:
+            # Decoding a JPEG at a half, a quarter or an eighth of its size takes a fraction of the time. At least twice the
+            # target size is kept for the resize filter.
+            scale = 2 * side / min(size)
+            image.draft("RGB", (round(scale * size[0]), round(scale * size[1])))
+        picture = as_shown(image)
+        alike = stock_reads_alike(image, picture)
+        whitened = has_transparency(image) and not alike
+        if encoding.upright and not alike:
+            extension = None
+        smaller = _shrunk(picture, encoding)
+        shrunk = smaller.size != picture.size
+        same = extension is not None and not shrunk
+        about: dict[str, Any] = {}
+        if hashed:
+            width, height = smaller.size
+            about = {"key": picture_key(picture), "width": width, "height": height}
+            about |= {"turned": int(turned and not same), "shrunk": int(shrunk)}
+            about["whitened"] = int(whitened and not same)
+        return Picture(
+            extension if extension and same else "jpg",
+            content if same else _jpeg(smaller, encoding),
+            about,
+        )
+
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of large pictures, for which `max_pixels` is the limit here, and of odd EXIF.
+            warnings.simplefilter("ignore")
+            return decoded(content, use)
+    except BadPicture as error:
+        if isinstance(error.__cause__, Image.UnidentifiedImageError):
+            raise Failure("not a picture") from error
+        if isinstance(content, Unannounced) and error.reason == "undecodable image":
+            raise Failure("cut off", transient=True) from error
+        raise Failure(_REASONS.get(error.reason, error.reason)) from error
+
+
+def _check_size(image: Image.Image, encoding: Encoding) -> None:
+    width, height = image.size
+    if min(width, height) < encoding.min_side_px:
+        raise BadPicture("picture too small", "")
+    if width * height > encoding.max_pixels:
+        raise BadPicture("picture too large", "")
+
+
+def _shrunk(picture: Image.Image, encoding: Encoding) -> Image.Image:
+    """Shrink a picture to both limits."""
+    scale = 1.0
+    if encoding.shorter_side_px is not None:
+        scale = encoding.shorter_side_px / min(picture.size)
+    if encoding.longer_side_px is not None:
+        scale = min(scale, encoding.longer_side_px / max(picture.size))
+    if scale >= 1.0:
+        return picture
+    least = 1 if encoding.longer_side_px is not None else encoding.shorter_side_px or 1
+    size = (max(least, round(picture.size[0] * scale)), max(least, round(picture.size[1] * scale)))
+    return picture.resize(size, Image.Resampling.LANCZOS)
+
+
+def _jpeg(picture: Image.Image, encoding: Encoding) -> bytes:
+    stored = io.BytesIO()
+    picture.save(stored, "JPEG", quality=encoding.quality)
+    return stored.getvalue()
+
 
 _PIECE_BYTES = 1 << 16
 _PRIVATE = "redirect to a private address"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import PackSettings, Work
 
 QUIET = Work(threads=4, progress=False)

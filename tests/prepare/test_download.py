@@ -12,11 +12,10 @@ import pytest
 from PIL import Image, ImageFile
 
 from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.prepare.pack import download
-from open_clip_zerovl.prepare.pack.download import Downloader
-from open_clip_zerovl.prepare.pack.encode import Encoding, Failure, encode_picture
-from open_clip_zerovl.prepare.pack.spool import Spool
-from open_clip_zerovl.prepare.settings import Limits, Work
+from open_clip_zerovl.prepare import pictures as download
+from open_clip_zerovl.prepare.collect import Spool
+from open_clip_zerovl.prepare.pictures import Downloader, Failure, encode_picture
+from open_clip_zerovl.prepare.settings import Encoding, Limits, Work
 from support.hostile_server import hostile_server, photo
 
 LIMITS = Limits(idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000, private_redirects=True)

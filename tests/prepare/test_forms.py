@@ -16,11 +16,11 @@ from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.finetune.data import FinetuneData, find_data
 from open_clip_zerovl.prepare.check import check_shards
-from open_clip_zerovl.prepare.pack.columns import texts_of
-from open_clip_zerovl.prepare.pack.packing import pack
-from open_clip_zerovl.prepare.pack.places import public_name
-from open_clip_zerovl.prepare.pack.split import Candidate, Exclusion
+from open_clip_zerovl.prepare.columns import texts_of
+from open_clip_zerovl.prepare.pack import pack
+from open_clip_zerovl.prepare.rows import public_name
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
+from open_clip_zerovl.prepare.store import Candidate, Exclusion
 from open_clip_zerovl.shards.tar import image_of, read_samples
 from support.hostile_server import hostile_server, photo
 from support.pairs import ARROW_FORMS, FORMS, as_csv, as_folder, make_pairs, picture, samples_of

@@ -13,9 +13,10 @@ import pytest
 from open_clip_zerovl.core import files as claim_module
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked
-from open_clip_zerovl.prepare.pack import collect, packing, write
-from open_clip_zerovl.prepare.pack.collect import Collecting
-from open_clip_zerovl.prepare.pack.packing import pack
+from open_clip_zerovl.prepare import collect
+from open_clip_zerovl.prepare import pack as packing
+from open_clip_zerovl.prepare.collect import Collecting
+from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards import files as writing
 from support.hostile_server import hostile_server
@@ -57,10 +58,10 @@ def undisturbed(tmp_path_factory):
     [
         (Collecting, "_finish", 1),
         (Collecting, "_take", 20),
-        (write, "write_shard", 0),
-        (write, "write_shard", 3),
-        (write, "sha256_of", 2),
-        (write, "_write_manifest", 1),
+        (packing, "write_shard", 0),
+        (packing, "write_shard", 3),
+        (packing, "sha256_of", 2),
+        (packing, "_write_manifest", 1),
         (writing, "write_atomically", 0),
         (packing.reports, "write_refused", 0),
         (packing, "write_atomically", 0),
@@ -132,7 +133,7 @@ def test_a_retry_that_is_killed_is_mended_by_any_call(packed, tmp_path, monkeypa
         first = packed(given, work=once, **settings)
         assert first["pictures"] == 18 and first["refused"]["http 503"]["rows"] == 6
         with monkeypatch.context() as patch:
-            kill_in(patch, write, "write_shard", 2)
+            kill_in(patch, packing, "write_shard", 2)
             with pytest.raises(Killed):
                 packed(given, work=replace(once, retry_failed=True), **settings)
         assert packed(given, work=once, **settings)["pictures"] == 24

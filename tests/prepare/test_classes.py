@@ -11,8 +11,8 @@ import pytest
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
-from open_clip_zerovl.prepare.pack.report import RELEASED, commands, lines, next_line
-from open_clip_zerovl.prepare.pack.rows import ZERO_SHOT_TEMPLATES, class_caption
+from open_clip_zerovl.prepare.report import RELEASED, commands, lines, next_line
+from open_clip_zerovl.prepare.rows import ZERO_SHOT_TEMPLATES, class_caption
 from open_clip_zerovl.prepare.settings import Columns
 from support.pairs import picture, samples_of
 
@@ -312,7 +312,7 @@ def test_templates_need_classes(packed, tmp_path):
 
 
 def test_a_training_on_classes_takes_captions_as_positives(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 1)
+    monkeypatch.setattr("open_clip_zerovl.prepare.report.FEWEST", 1)
     found = packed(class_folders(tmp_path / "in"))
     proposed = commands(found, tmp_path / "out")[-1]
     assert "zerovl train" in proposed and "--positives" not in proposed  # it is the default here

@@ -18,8 +18,8 @@ import open_clip_zerovl.api as zerovl
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.prepare.pack import packing
-from open_clip_zerovl.prepare.pack.report import IMAGE, TEXT, lines
+from open_clip_zerovl.prepare import pack as packing
+from open_clip_zerovl.prepare.report import IMAGE, TEXT, lines
 from open_clip_zerovl.prepare.settings import Columns, Work
 from open_clip_zerovl.shards.texts import UNMARKED
 from support.pairs import (
@@ -551,7 +551,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     assert (
         again[0] == "my out is complete: nothing was done. Its contents:" and again[1:] == printed
     )
-    monkeypatch.setattr("open_clip_zerovl.prepare.pack.report.FEWEST", 5)
+    monkeypatch.setattr("open_clip_zerovl.prepare.report.FEWEST", 5)
     assert main(["data", "pack", "my pets", "--out", "my out", "--test-share", "0.3"]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == [
         finetune,
@@ -580,7 +580,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
     # Before torch is loaded: in a moment, then, and with the name that was meant.
     assert main(["data", "pack", "my pts", "--out", "out"]) == 2
     assert "my pts does not exist; did you mean my pets?" in capsys.readouterr().err
-    program = "import open_clip_zerovl.prepare.pack.packing, sys; sys.exit('torch' in sys.modules)"
+    program = "import open_clip_zerovl.prepare.pack, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

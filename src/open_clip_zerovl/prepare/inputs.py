@@ -13,15 +13,10 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import did_you_mean, digest_of
 from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_of_name
-from open_clip_zerovl.prepare.pack.columned import (
-    ArrowReader,
-    SplitTables,
-    TableReader,
-    open_json,
-    saved_files,
-)
-from open_clip_zerovl.prepare.pack.rows import Reader
-from open_clip_zerovl.prepare.pack.samples import ClassReader, FolderReader, TarReader, class_levels
+from open_clip_zerovl.prepare.columned import SplitTables, TableReader, open_json
+from open_clip_zerovl.prepare.folders import ClassReader, FolderReader, TarReader, class_levels
+from open_clip_zerovl.prepare.parquet import ArrowReader, saved_files
+from open_clip_zerovl.prepare.rows import Reader
 from open_clip_zerovl.prepare.settings import FORMATS, Columns
 from open_clip_zerovl.shards.fetch import Unreachable, fetch_file, is_current
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, walk

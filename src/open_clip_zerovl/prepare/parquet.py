@@ -1,0 +1,237 @@
+"""Parquet files and saved Arrow data sets, read by pyarrow without threads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.data.names import class_words
+from open_clip_zerovl.prepare.columns import (
+    Chosen,
+    ColumnReader,
+    RowFields,
+    choose,
+    guess_captions,
+    listed,
+)
+from open_clip_zerovl.prepare.rows import ClassTemplates
+from open_clip_zerovl.prepare.settings import Columns
+
+ROWS_AT_ONCE = 64  # whose pictures are in memory
+_BUFFER_BYTES = 1 << 20  # of a column; without it a row group's whole column would be in memory
+_NOT_UTF8 = b"\xff"  # stands for a text that is not UTF-8
+
+
+def pyarrow() -> Any:
+    """Import the package on first use, which is an extra of this project."""
+    import pyarrow as package
+    import pyarrow.parquet
+
+    return package
+
+
+def opened(file: Path) -> Any:
+    """Open a `pyarrow.parquet.ParquetFile`, which is a context manager. Reading raises the errors of pyarrow."""
+    # pre_buffer reads the whole file at once.
+    return pyarrow().parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+
+
+@contextmanager
+def faults_named(file: object, fault: str) -> Iterator[None]:
+    """Name errors of pyarrow by these words.
+
+    Raises:
+        UserError: an error of pyarrow.
+    """
+    try:
+        yield
+    except (pyarrow().ArrowException, OSError) as error:
+        raise UserError(f"{file} {fault} ({first_line(error)}): write or fetch it again") from error
+
+
+def picture_columns(schema: Any) -> list[str]:
+    """List the columns that hold pictures by their type (bytes, or Hugging Face's image), one called `image` first."""
+    arrow = pyarrow()
+    binary, is_struct = (arrow.binary(), arrow.large_binary()), arrow.types.is_struct
+    kinds = zip(schema.names, schema.types, strict=True)
+    held = [
+        name
+        for name, kind in kinds
+        if kind in binary or (is_struct(kind) and kind.get_field_index("bytes") >= 0)
+    ]
+    return sorted(held, key=lambda name: name != "image")
+
+
+def class_columns(schema: Any) -> dict[str, list[str]]:
+    """Return column -> names of the classes, of the columns of ClassLabel that `datasets` has noted, the finest first."""
+    try:
+        about = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = about["info"]["features"]
+        noted = {
+            name: [str(word) for word in feature["names"]]
+            for name, feature in features.items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+        }
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {}
+    columns = [name for name in noted if name in schema.names]
+    return {name: noted[name] for name in sorted(columns, key=lambda name: -len(noted[name]))}
+
+
+def rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of Arrow's record batches, with bytes that are not UTF-8 in place of a text that is not."""
+
+    def value(cell: Any) -> Any:
+        try:
+            return cell.as_py()
+        except UnicodeDecodeError:
+            return _NOT_UTF8
+
+    for batch in batches:
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError:
+            for row in range(len(batch)):
+                yield {name: value(batch[name][row]) for name in batch.schema.names}
+
+
+def batches_of(table: Any, names: Iterable[str]) -> Iterator[Any]:
+    """Iterate over the record batches of a ParquetFile, with these columns."""
+    yield from table.iter_batches(ROWS_AT_ONCE, columns=list(names), use_threads=False)
+
+
+class ArrowReader(ColumnReader):
+    """Parquet files, or the Arrow files of `datasets.Dataset.save_to_disk`, with the same columns.
+
+    A table without captions whose `datasets` metadata names classes (cifar10, food101) is packed as folders of classes are.
+    """
+
+    words: Sequence[str] = ()  # of the classes, by number
+
+    def __init__(
+        self,
+        form: str,
+        path: Path,
+        files: list[Path],
+        wanted: Columns,
+        templates: Sequence[str] | None = None,
+    ) -> None:
+        self.form, self.templates = form, ClassTemplates(templates)
+        self.path = path
+        self.files = files
+        self.wanted = wanted
+        self.splits = self._splits_of_files()
+        self.total = 0
+        for file in files:
+            with self._reading(file, "is not a {form} file, or a broken one") as table:
+                schema, rows = (
+                    (table.schema_arrow, table.metadata.num_rows)
+                    if form == "parquet"
+                    else (table.schema, table.num_rows)
+                )
+            chosen = self._choose(file, schema)
+            if file != files[0] and self.chosen != chosen:
+                raise UserError(
+                    f"{file} has other columns ({chosen.words}) than {files[0]} ({self.chosen.words}): pack them one at a time"
+                )
+            self.chosen, self.columns = chosen, chosen.words
+            self.total += rows
+
+    def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
+        names = self.chosen.read
+        with self._reading(file, "cannot be read to its end") as table:
+            batches = (
+                batches_of(table, names)
+                if self.form == "parquet"
+                else table.select(names).to_batches(max_chunksize=ROWS_AT_ONCE)
+            )
+            yield from enumerate(rows_of(batches), start=1)
+
+    def _captions(self, fields: Mapping[str, Any]) -> tuple[list[Any], str | None]:
+        if not self.words:
+            return super()._captions(fields)
+        number = fields.get(self.chosen.captions[0])
+        if not isinstance(number, int) or not 0 <= number < len(self.words):
+            return [], ""
+        return list(self.templates.of(self.words[number])), self.words[number]
+
+    @contextmanager
+    def _reading(self, file: Path, fault: str) -> Iterator[Any]:
+        """Open a ParquetFile, or map an Arrow table into memory, with the fault for errors of pyarrow."""
+        arrow = pyarrow()
+        with faults_named(
+            file, fault.format(form=self.form if self.form == "parquet" else "Arrow")
+        ):
+            if self.form == "parquet":
+                with opened(file) as table:
+                    yield table
+                return
+            with arrow.memory_map(str(file)) as source:
+                try:
+                    table = arrow.ipc.open_stream(source).read_all()
+                except arrow.ArrowInvalid:
+                    source.seek(0)
+                    table = arrow.ipc.open_file(source).read_all()
+                yield table
+
+    def _choose(self, file: Path, schema: Any) -> Chosen:
+        """Choose the columns, where pictures' bytes take precedence over guesses from names."""
+        types, held = pyarrow().types, picture_columns(schema)
+        wanted, classes = self.wanted, class_columns(schema)
+        if wanted.captions is None and classes and not guess_captions(schema.names):
+            wanted = replace(wanted, captions=(next(iter(classes)),))
+        chosen = choose(str(file), schema.names, wanted, pictures=held)
+        labels = [classes[name] for name in chosen.captions if name in classes]
+        if labels and len(chosen.captions) == 1:
+            self.words = class_words(
+                labels[0],
+                {},
+                file,
+                "name them in the file's metadata",
+                numbers=self.templates.given,
+            )
+            self.classes = self.templates.zero_shot
+            words = (
+                f"picture {chosen.picture!r}, {len(self.words)} classes ({listed(self.words)}) of {chosen.captions[0]!r}, "
+                f"captions {listed(self.templates.captions)}"
+            )
+            chosen = replace(chosen, words=words)
+        kind = schema.field(chosen.picture).type
+        if not (chosen.picture in held or types.is_string(kind) or types.is_large_string(kind)):
+            raise UserError(
+                f"the picture column {chosen.picture!r} of {file} holds {kind}, neither bytes, Hugging Face's image nor text: "
+                "name another with --picture-column"
+            )
+        return chosen
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """Return the Arrow files of a folder that `save_to_disk` wrote, split by split, in their order.
+
+    Raises:
+        UserError: the list of files cannot be read, or names one that is not there.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        names = sorted(
+            {path.parent.name for path in folder.glob("*/state.json")},
+            key=lambda name: (name != "train", name),
+        )
+        return [file for name in names for file in saved_files(folder / name)]
+    try:
+        entries = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
+        files = [folder / str(entry["filename"]) for entry in entries]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{folder / 'state.json'} does not list the Arrow files of a dataset ({first_line(error)}): save the dataset again"
+        ) from error
+    missing = [file for file in files if not file.is_file()]
+    if missing or not files:
+        raise UserError(
+            f"{missing[0] if missing else folder} is missing from the dataset: copy or save it again"
+        )
+    return files
