@@ -33,6 +33,7 @@ from open_clip_zerovl.report.run import (
     PAGE,
     RECORD,
     Record,
+    next_command,
     read_record,
     verdict_words,
     write_run_page,
@@ -239,8 +240,7 @@ class RunLog:
             logging.info(verdict)
         logging.info(f"Page of the run: {page}.")
         if how == "done":
-            checkpoint = folder / "checkpoints" / f"epoch_{self.args.epochs}.pt"
-            logging.info(f"Next: zerovl export {checkpoint} {folder / 'exported'}")
+            logging.info(f"Next: {next_command(folder)}")
 
 
 def report(

@@ -95,7 +95,13 @@ def test_the_page(tmp_path):
         2,
         [RetrievalExample("a <i>cat</i>", "coco", PICTURE, [shown], 3)],
     )
+    assert "<pre>" not in write_run_page(tmp_path / "run").read_text()  # nothing to export
+    (tmp_path / "run/checkpoints").mkdir()
+    for saved in (2, 10, "latest"):
+        (tmp_path / f"run/checkpoints/epoch_{saved}.pt").touch()
     page = write_run_page(tmp_path / "run").read_text()
+    run = tmp_path / "run"
+    assert f"<pre>zerovl export {run}/checkpoints/epoch_10.pt {run}/exported</pre>" in page
     assert page.count('src="data:image/png;base64,') == 3  # loss, retrieval, course
     for words in (
         "Training run run", "tiny. 2 of 2 epochs, 4 x 2 x 1. Ended as planned.", "Best RSUM: coco 300.0 after epoch 1.",

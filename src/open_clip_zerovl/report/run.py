@@ -20,6 +20,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -337,6 +338,7 @@ def _written(folder: Path, record: Mapping[str, list[dict[str, Any]]]) -> Path:
         "run.html",
         title=f"Training run {folder.resolve().name}",
         verdict=verdict_words(record),
+        command=next_command(folder),
         lead=_lead(record),
         sources=list(sources),
         steps=steps,
@@ -361,6 +363,23 @@ def _written(folder: Path, record: Mapping[str, list[dict[str, Any]]]) -> Path:
         groups=start.get("groups"),
         resumed=[f"{line['at']:.4g}" for line in record["start"][1:]],
     )
+
+
+def next_command(folder: Path) -> str:
+    """Write the command that exports the last checkpoint of a run.
+
+    Returns:
+        "" if there is none.
+    """
+    epochs = [
+        int(file.stem[6:])
+        for file in folder.glob("checkpoints/epoch_*.pt")
+        if file.stem[6:].isdigit()
+    ]
+    if not epochs:
+        return ""
+    checkpoint = folder / "checkpoints" / f"epoch_{max(epochs)}.pt"
+    return shlex.join(["zerovl", "export", str(checkpoint), str(folder / "exported")])
 
 
 def best_evaluation(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
