@@ -27,8 +27,7 @@ from typing import Annotated as A
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder import EncoderFlags
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import command, natural, positive, redeclared, words_of
-from open_clip_zerovl.core.flags import seed as a_seed
+from open_clip_zerovl.core.flags import NOT_NEGATIVE, SEED, at_least, command, redeclared, words_of
 from open_clip_zerovl.core.processes import follow_training, take_gpus
 from open_clip_zerovl.core.releases import load_open_clip
 from open_clip_zerovl.evaluate.settings import (
@@ -137,7 +136,7 @@ def public(
     *,
     out: Out,
     dataset: Dataset,
-    seed: A[int, "seed of the order of the samples", a_seed] = 0,
+    seed: A[int, "seed of the order of the samples", SEED] = 0,
     work: Work,
     limits: Limits,
 ) -> Packed:
@@ -159,7 +158,7 @@ def check(
     sizes: A[bool, "only count the samples, from the headers, into sizes.json"] = False,
     hash: A[bool, "also compare with the manifest's hashes"] = False,
     decode: A[bool, "also decode every picture (slow)"] = False,
-    threads: A[int, "shards at the same time", positive] = 4,
+    threads: A[int, "shards at the same time", at_least(1)] = 4,
 ) -> str:
     """Read every sample of shards, or count them into sizes.json. Exit status 2 if one has a fault.
 
@@ -195,10 +194,10 @@ def near(
     distance: A[
         int | None,
         "largest distance of a copy, of 256 bits (default 56; see docs/data.md)",
-        natural,
+        NOT_NEGATIVE,
         "BITS",
     ] = None,
-    threads: A[int, "pictures at the same time", positive] = 4,
+    threads: A[int, "pictures at the same time", at_least(1)] = 4,
 ) -> str:
     """List the pictures of sources that are copies of test pictures, re-encoded, resized or lightly cropped ones too.
 
@@ -577,7 +576,7 @@ def linear_probe(
     out: A[Path, "results and stored features", "DIR"],
     label: A[str, "member that holds the class", "cls|json:FIELD"] = "cls",
     amp: A[bool, "run the tower in bf16"] = False,
-    seed: A[int, "of the images by which C is chosen", a_seed] = 0,
+    seed: A[int, "of the images by which C is chosen", SEED] = 0,
     flags: ProbeFlags,
 ) -> str:
     """Fit logistic regression on the image tower's features before the projection.

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from open_clip_zerovl import __version__
 from open_clip_zerovl.core.errors import DEBUG, DEBUG_HELP, UserError, ended, nearest
-from open_clip_zerovl.core.flags import Parser, add_parameters, make_parser, run
+from open_clip_zerovl.core.flags import Parser, make_parser, run
 from open_clip_zerovl.core.processes import take_gpus, training_command
 from open_clip_zerovl.core.releases import load_open_clip
 
@@ -149,14 +149,14 @@ def complete(line: str) -> None:
     groups = {"": commands, "data": commands.add_parser("data").add_subparsers()}
     for name in ALL:
         group, _, word = name.rpartition(" ")
-        parser = groups[group].add_parser(word)
         words = name.split()
-        if line.split()[1 : 1 + len(words)] != words:
+        own = line.split()[1 : 1 + len(words)] == words
+        if own and name not in TAKE_WORDS:
+            groups[group].add_parser(word, parents=[parser_of(name)], add_help=False)
             continue
-        if name in TAKE_WORDS:
+        parser = groups[group].add_parser(word)
+        if own:
             add_flags(parser, (*SECTIONS, OpenClipFlags))
-        else:
-            add_parameters(parser, function_of(name))
     argcomplete.autocomplete(root)
 
 

@@ -27,7 +27,6 @@ from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.core.flags import (
     Contradiction,
     Requirement,
-    Values,
     add_flags,
     conflicts,
     flags_of,
@@ -202,7 +201,7 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
     Raises:
         UserError: the first of them, both flags named.
     """
-    words = Values(given)
+    words = vars(given)
     for refusal in REFUSALS:
         if refusal.when(given):
             other, flag = (name.format_map(words) for name in (refusal.other, str(refusal.flag)))
@@ -224,7 +223,7 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
     for need in NEEDS:
         if not need.met(given):
             raise UserError(f"{str(need.flag).format_map(words)} needs {need.other}")
-    for sentence in out_of_range(given):
+    for sentence in out_of_range(flags_of(AllFlags), given):
         raise UserError(sentence)
 
 

@@ -191,12 +191,12 @@ ODD = {
     f"{ZERO} probe --split train": "has no split 'train'",
     f"{PROBE} q1 --label json:x": "--label json:x is for shards",
     # numbers
-    f"{SCORE} --batch-size 0": "'0' is not a whole number from 1 on",
+    f"{SCORE} --batch-size 0": "--batch-size 0 is out of range; give at least 1",
     "trial --from exp --data a --out t --seeds 1": "--seeds 1 is out of range; give at least 2",
-    f"{SCORE} --workers -1": "'-1' is not a whole number from 0 on",
+    f"{SCORE} --workers -1": "--workers -1 is out of range; give 0 or more",
     f"{SCORE} --device foo": "the device 'foo' cannot be used",
     f"{SCORE} --device meta": "the device 'meta' cannot be used",
-    f"data check a --threads {'9' * 5000}": "is not a whole number",
+    f"data check a --threads {'9' * 5000}": "argument --threads: invalid int value: .99",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import out_of_range
+from open_clip_zerovl.core.flags import flags_of, out_of_range
 from open_clip_zerovl.data.names import caption_fields
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.features.sources import caption_counts
@@ -123,7 +123,7 @@ def test_bad_shares_are_refused(text):
 
 
 def test_other_words_are_refused(tmp_path):
-    assert next(out_of_range(AllFlags(captions="some"))).startswith(
+    assert next(out_of_range(flags_of(AllFlags), AllFlags(captions="some"))).startswith(
         "--captions some is out of range; give one-per-epoch, all, first, joined or FIELD=SHARE,..."
     )
     with pytest.raises(UserError, match="unknown --captions 'some'; use one of one-per-epoch, all"):

@@ -161,7 +161,7 @@ REFUSED = """
 --qqqqq | there is no flag --qqqqq; `python -m training.main --help` lists the flags
 word | unexpected argument 'word'; write it as --flag value
 --dga-steps many | argument --dga-steps: invalid int value: 'many'; `python
---dga-retain some | argument --dga-retain: 'some' is not auto or a whole number from 0 on; `python
+--dga-retain some | argument --dga-retain: invalid auto-or-number value: 'some'; `python
 --aug-cfg scale | --aug-cfg or --opt-kwargs is not understood
 --aug-cfg scale=(0.6, | --aug-cfg or --opt-kwargs is not understood
 --token-drop 0.5 --force-patch-dropout 0.5 | --force-patch-dropout 0.5 does not work with --token-drop: they are

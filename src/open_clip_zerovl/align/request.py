@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.flags import (
+    NOT_NEGATIVE,
     POSITIVE,
+    SEED,
+    at_least,
     flag,
-    natural,
-    positive,
-    seed,
 )
 from open_clip_zerovl.recipe.flags import POSITIVES
 
@@ -19,7 +19,7 @@ from open_clip_zerovl.recipe.flags import POSITIVES
 class Recipe:
     """Training settings of heads."""
 
-    embed_dim: int = flag(512, "width of the shared space", kind=positive, metavar="D")
+    embed_dim: int = flag(512, "width of the shared space", range=at_least(1), metavar="D")
     positives: str | None = flag(
         None,
         "pairs with the same caption or picture count as positives (default: caption where many pictures share one, else pair)",
@@ -28,14 +28,14 @@ class Recipe:
     batch_size: int = flag(
         0,
         "pairs in a step (default: 32,768 on a GPU; on a CPU as many as cost no more than the heads)",
-        kind=positive,
+        range=at_least(1),
         metavar="N",
     )
     epochs: int = flag(
-        0, "at most (default: as many as make 2,000 steps, 10 to 200)", kind=positive
+        0, "at most (default: as many as make 2,000 steps, 10 to 200)", range=at_least(1)
     )
     lr: float = flag(1e-3, "peak learning rate of AdamW", range=POSITIVE)
-    seed: int = flag(0, "seed of the held-out pictures, the heads and the order", kind=seed)
+    seed: int = flag(0, "seed of the held-out pictures, the heads and the order", range=SEED)
 
     wd: float = 1e-4  # weight decay of the heads' matrices
     warmup_share: float = 0.05  # of the steps, in which the learning rate rises
@@ -47,10 +47,10 @@ class AlignFlags(Recipe):
     """Settings of an alignment of two frozen encoders."""
 
     seeds: int = flag(
-        1, "heads trained, with seeds from --seed on; the best is kept", kind=positive
+        1, "heads trained, with seeds from --seed on; the best is kept", range=at_least(1)
     )
     context_length: int | None = flag(
-        None, "tokens of an hf: encoder's texts (default: its own, at most 77)", kind=positive
+        None, "tokens of an hf: encoder's texts (default: its own, at most 77)", range=at_least(1)
     )
     rows: Path | None = flag(
         None, "folder of the stored features (default: OUT/rows)", kind=Path, metavar="DIR"
@@ -58,7 +58,7 @@ class AlignFlags(Recipe):
     dtype: str = flag(
         "float16", "number format of the stored features", choices=("float16", "float32")
     )
-    workers: int = flag(0, "loader processes while encoding", kind=natural)
+    workers: int = flag(0, "loader processes while encoding", range=NOT_NEGATIVE)
     device: str = flag("auto", "cpu, cuda, ... (default: cuda if available)")
     encode_batch: int = 64  # samples encoded at once
     held_out_share: float = 0.1  # of the pictures, at most 1,000

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from open_clip_zerovl.core.flags import flag, natural, positive
+from open_clip_zerovl.core.flags import NOT_NEGATIVE, at_least, flag
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +36,8 @@ class EncoderFlags:
         None, "folder of the HF text tower of training checkpoints", metavar="DIR"
     )
     device: str = flag("auto", "cpu, cuda, ... (default: cuda if available)")
-    batch_size: int = flag(64, "samples encoded at once", kind=positive)
-    workers: int = flag(0, "loader processes a rank", kind=natural)
+    batch_size: int = flag(64, "samples encoded at once", range=at_least(1))
+    workers: int = flag(0, "loader processes a rank", range=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)

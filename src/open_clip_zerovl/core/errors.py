@@ -235,7 +235,7 @@ def argparse_sentence(message: str, flags: Iterable[str], help_command: str) -> 
     """
     unknown = message.removeprefix("unrecognized arguments: ")
     if unknown == message:
-        return f"{message}; `{help_command}` lists the flags"
+        return f"{_short(message)}; `{help_command}` lists the flags"
     words = unknown.split()
     word = next((word for word in words if word.startswith("-")), words[0])
     if not word.startswith("-"):

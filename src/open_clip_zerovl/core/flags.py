@@ -3,10 +3,10 @@
     dga_steps: int = flag(1, "K micro-batches make one effective batch", metavar="K", range=at_least(1))
 
 --dga-steps K, an int, 1 if it is not given, refused below 1. A command is a function whose `Annotated` parameters have a help
-text, a metavar and a converter:
+text, a metavar and a range:
 
     @command
-    def check(folder: Annotated[Path, "a folder of shards", "DIR"], /, *, threads: Annotated[int, "at once", positive] = 4):
+    def check(folder: Annotated[Path, "a folder of shards", "DIR"], /, *, threads: Annotated[int, "at once", at_least(1)] = 4):
         ...
 
     zerovl data check DIR --threads 4        check("DIR", threads=4)
@@ -33,7 +33,6 @@ from typing import Any, NoReturn, TypeVar
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
 
-Settings = TypeVar("Settings")
 Result = TypeVar("Result")
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,8 +59,10 @@ def at_least(low: float, unit: str = "") -> Range:
 
 
 SHARE = Range("a share between 0 and 1", lambda value, _: 0 < value < 1)
+FROM_0_TO_1 = Range("a share from 0 to 1", lambda value, _: 0 <= value <= 1)
 NOT_NEGATIVE = Range("0 or more", lambda value, _: value >= 0)
 POSITIVE = Range("a positive number", lambda value, _: value > 0)
+SEED = Range("0 to 4294967295", lambda value, _: 0 <= value < 2**32)  # which every generator takes
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,16 @@ def flags_of(section: type) -> tuple[Flag, ...]:
     )
 
 
+def number_or(word: str) -> Callable[[str], int | str]:
+    """Make the type of a flag whose value is a whole number, or a word."""
+
+    def number(text: str) -> int | str:
+        return text if text == word else int(text)
+
+    number.__name__ = f"{word}-or-number"  # argparse says "invalid auto-or-number value"
+    return number
+
+
 def flag_of(name: str, hint: Any, default: Any, declared: Mapping[str, Any]) -> Flag:
     """Make a flag of a name, a type, a default and the options of `flag`."""
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
@@ -182,44 +193,6 @@ def flag_of(name: str, hint: Any, default: Any, declared: Mapping[str, Any]) -> 
         "kind": {tuple: words[0] if words else str, typing.Literal: str}.get(origin, kind),
     }
     return Flag(name, default, **{**inferred, **declared})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Types of values
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def whole(least: int, most: int = 10**18, word: str | None = None) -> Callable[[str], Any]:
-    """Make the type of a flag whose value is a whole number from `least` to `most`, or a word that stands for another one."""
-    wanted = f"from {least} on" if most == 10**18 else f"from {least} to {most}"
-
-    def convert(text: str) -> Any:
-        if text == word:
-            return text
-        # Python itself refuses to convert thousands of digits.
-        number = int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else None
-        if number is None or not least <= number <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text[:40]!r} is not {word + ' or ' if word else ''}a whole number {wanted}"
-            )
-        return number
-
-    return convert
-
-
-positive, natural = whole(1), whole(0)
-seed = whole(0, 2**32 - 1)  # which every generator takes
-
-
-def share(text: str) -> float:
-    """Convert a number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 to 1")
-    return value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,32 +232,19 @@ def add_flag(group: argparse._ActionsContainer, each: Flag) -> None:
     group.add_argument(each.option, **options)
 
 
-def settings_from(section: type[Settings], parsed: argparse.Namespace) -> Settings:
-    """Make the settings whose flags a parser has read.
+def out_of_range(flags: Iterable[Flag], given: Any) -> Iterator[str]:
+    """Yield one sentence for each value that is out of its flag's range.
 
-    Raises:
-        UserError: a value out of its flag's range.
+    Args:
+        given: has the values of all flags as attributes. A default may lie out of its range.
     """
-    declared: Any = section
-    values = {each.name: getattr(parsed, each.name) for each in flags_of(declared)}
-    settings = section(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-    )
-    for sentence in out_of_range(settings):
-        raise UserError(sentence)
-    return settings
-
-
-def out_of_range(given: Any) -> Iterator[str]:
-    """Yield one sentence for each value that is out of its flag's range."""
-    section: Any = type(given)
-    for each in flags_of(section):
+    for each in flags:
         value = getattr(given, each.name)
-        if value is not None and each.range is not None and not each.range.holds(value, given):
-            yield f"{each.option} {value} is out of range; give {each.range.wanted.format_map(Values(given))}"
+        if each.range is None or value is None or value == each.default:
+            continue
+        if not each.range.holds(value, given):
+            wanted = each.range.wanted.format_map(vars(given))
+            yield f"{each.option} {value} is out of range; give {wanted}"
 
 
 def conflicts(given: Any, names: Iterable[str] | None = None) -> Iterator[str]:
@@ -307,19 +267,8 @@ def conflicts(given: Any, names: Iterable[str] | None = None) -> Iterator[str]:
                 yield f"{need.flag or option} needs {need.other}"
         for contradiction in each.contradicts:
             if contradiction.when(given):
-                other = contradiction.other.format_map(Values(given))
+                other = contradiction.other.format_map(vars(given))
                 yield f"{other} does not work with {contradiction.flag or each.option}: {contradiction.advice}"
-
-
-class Values(dict):
-    """Values of flags by name, for `str.format_map`."""
-
-    def __init__(self, given: Any) -> None:
-        super().__init__()
-        self._given = given
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(self._given, name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,8 +315,8 @@ def _parameter(each: inspect.Parameter, hint: Any) -> Parameter:
         return Parameter(each.name, each.kind, flags_of(hint), hint, *texts)  # type: ignore[arg-type]
     declared: dict[str, Any] = dict(zip(("help", "metavar"), texts, strict=False))
     for note in notes:
-        if callable(note):
-            declared["kind"] = note
+        if isinstance(note, Range):
+            declared["range"] = note
     default = dataclasses.MISSING if each.default is each.empty else each.default
     return Parameter(each.name, each.kind, (flag_of(each.name, hint, default, declared),))
 
@@ -381,11 +330,19 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self.help_command = f"{self.prog} --help"
+        self.flags: list[Flag] = []
 
     def parse_args(self, args=None, namespace=None):
-        """Parse as argparse does, and name a misspelt flag before a required one that it may stand for."""
+        """Parse as argparse does, and name a misspelt flag before a required one that it may stand for.
+
+        Raises:
+            UserError: a value out of its flag's range.
+        """
         self._words = list(args or ())
-        return super().parse_args(args, namespace)
+        parsed = super().parse_args(args, namespace)
+        for sentence in out_of_range(self.flags, parsed):
+            raise UserError(sentence)
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Word argparse's message as one sentence.
@@ -406,12 +363,6 @@ def make_parser(function: Callable[..., Any], prog: str) -> Parser:
     # Without the sections of a docstring, which are for Python.
     text = re.split(r"\n\n(?=\w+:\n)", inspect.getdoc(function) or "")[0]
     parser = Parser(prog=prog, description=text)
-    add_parameters(parser, function)
-    return parser
-
-
-def add_parameters(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    """Add the parameters of a command to a parser."""
     groups: dict[str | None, Any] = {None: parser}
     for each in parameters_of(function):
         if each.positional:
@@ -421,6 +372,8 @@ def add_parameters(parser: argparse.ArgumentParser, function: Callable[..., Any]
             groups[each.title] = parser.add_argument_group(each.title)
         for declared in each.flags:
             add_flag(groups[each.title], declared)
+        parser.flags += each.flags
+    return parser
 
 
 def _add_words(parser: argparse.ArgumentParser, each: Parameter) -> None:
@@ -445,16 +398,19 @@ def run(function: Callable[..., Any], parsed: argparse.Namespace) -> Any:
     words: list[Any] = []
     keywords: dict[str, Any] = {}
     for each in parameters_of(function):
+        values = {declared.name: getattr(parsed, declared.name) for declared in each.flags}
+        values = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
         if each.section is not None:
-            keywords[each.name] = settings_from(each.section, parsed)
-            continue
-        value = getattr(parsed, each.name)
-        if each.kind is inspect.Parameter.VAR_POSITIONAL:
-            words += value
+            keywords[each.name] = each.section(**values)
+        elif each.kind is inspect.Parameter.VAR_POSITIONAL:
+            words += values[each.name]
         elif each.positional:
-            words.append(value)
+            words.append(values[each.name])
         else:
-            keywords[each.name] = tuple(value) if isinstance(value, list) else value
+            keywords |= values
     return inspect.unwrap(function)(*words, **keywords)
 
 

@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import Parser, positive
+from open_clip_zerovl.core.flags import Parser
 
 PREEMPTED_STATUS = 85  # exit status of a training that was stopped with a step checkpoint; torchrun turns it into 1
 REQUEUE_MARKER = "requeue"  # a file in the run's folder: the launcher is to start this run again with --resume latest
@@ -103,8 +103,10 @@ def take_gpus(words: Sequence[str]) -> tuple[int | None, list[str]]:
         UserError: it is not a positive number.
     """
     parser = Parser(prog="zerovl train", add_help=False)
-    parser.add_argument("--gpus", type=positive)
+    parser.add_argument("--gpus", type=int)
     given, rest = parser.parse_known_args(words[1:] if words[:1] == ["--"] else words)
+    if given.gpus is not None and given.gpus < 1:
+        raise UserError(f"--gpus {given.gpus} is out of range; give at least 1")
     return given.gpus, rest
 
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.files import check_writable
-from open_clip_zerovl.core.flags import flag, positive, share, whole
+from open_clip_zerovl.core.flags import FROM_0_TO_1, Range, at_least, flag
+
+
+def _captions(text: str) -> int | None:
+    return None if text == "all" else int(text)
 
 
 @dataclass(frozen=True)
@@ -15,7 +19,7 @@ class RetrievalSettings:
     """Settings of retrieval.
 
     Attributes:
-        captions_per_image: number of captions counted for an image, the first ones. None (or "all") for all. The papers count
+        captions_per_image: number of captions counted for an image, the first ones. None for all. The papers count
             five (COCO's test set has 25,010 captions in all).
         paper_transform: with the checkpoint's mean and standard deviation, scaled to the model's size (A.9).
     """
@@ -25,17 +29,14 @@ class RetrievalSettings:
         5,
         "captions kept of each image (default 5, as the papers count COCO; CLIP_benchmark: all)",
         option="--captions",
-        kind=whole(1, word="all"),
+        kind=_captions,
+        range=at_least(1),
         metavar="N|all",
     )
     paper_transform: bool = flag(
         False,
         "squash to 256 and crop 224 as in the paper (A.9) instead of the checkpoint's own transform",
     )
-
-    def __post_init__(self) -> None:
-        if self.captions_per_image == "all":
-            object.__setattr__(self, "captions_per_image", None)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class SearchSettings:
     image: Path | None = flag(
         None, "search for pictures like this one, combined with the words", metavar="FILE"
     )
-    best: int = flag(10, "pictures to show", kind=positive, metavar="K")
+    best: int = flag(10, "pictures to show", range=at_least(1), metavar="K")
     cache: Path | None = flag(
         None, "folder of stored embeddings (default ~/.cache/zerovl/search)", metavar="DIR"
     )
@@ -119,14 +120,14 @@ class ServeSettings:
     host: str = flag(
         "127.0.0.1", "with --serve: address to answer at; 0.0.0.0 answers the whole network"
     )
-    port: int = flag(7860, "with --serve: port to answer at", kind=positive)
+    port: int = flag(7860, "with --serve: port to answer at", range=at_least(1))
 
 
 RULES = ("kept", "mean", "new")  # by which a point between two models is chosen
 
 
 def _alphas(text: str) -> tuple[float, ...]:
-    return tuple(share(alpha) for alpha in text.split(","))
+    return tuple(float(alpha) for alpha in text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,7 @@ class CurveFlags:
         tuple(i / 10 for i in range(11)),
         "points to score, besides 0 and 1 (default 0 to 1 in steps of 0.1)",
         kind=_alphas,
+        range=Range("shares from 0 to 1", lambda value, _: all(0 <= each <= 1 for each in value)),
         metavar="A,A,...",
     )
     rule: str | None = flag(
@@ -149,6 +151,6 @@ class CurveFlags:
         0.99,
         "share of BEFORE's score on the kept sets that must remain",
         option="--keep",
-        kind=share,
+        range=FROM_0_TO_1,
         metavar="SHARE",
     )

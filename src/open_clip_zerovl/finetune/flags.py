@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from open_clip_zerovl.core.flags import flag, natural, seed, share
+from open_clip_zerovl.core.flags import FROM_0_TO_1, NOT_NEGATIVE, SEED, flag
 
 SETS = "NAME=SET::..."
 
@@ -35,16 +35,16 @@ class FinetuneFlags:
     keep_share: float | None = flag(
         None,
         "share of an epoch's pairs that are of --keep-data (default 0.2); it changes the training, --keep the choice after it",
-        kind=share,
+        range=FROM_0_TO_1,
         metavar="SHARE",
     )
     patience: int = flag(
         5,
         "end after EPOCHS without a better held-out score; 0: never",
-        kind=natural,
+        range=NOT_NEGATIVE,
         metavar="EPOCHS",
     )
-    seed: int = flag(0, "seed of the split and the training", kind=seed)
+    seed: int = flag(0, "seed of the split and the training", range=SEED)
     compare_pictures: bool = flag(
         True,
         "also train on pictures of the given held-out sets, without looking for them",

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.core.flags import flag, positive, redeclared, seed, share
+from open_clip_zerovl.core.flags import FROM_0_TO_1, SEED, at_least, flag, redeclared
 
 FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
 
@@ -45,7 +45,7 @@ class Work:
         progress: print a progress bar and a last line.
     """
 
-    threads: int = flag(32, "pictures at the same time", kind=positive)
+    threads: int = flag(32, "pictures at the same time", range=at_least(1))
     attempts: int = 3
     backoff_seconds: float = 0.5
     retry_failed: bool = flag(False, "try rows again that failed for a passing reason")
@@ -69,7 +69,7 @@ class Dataset:
         nargs="+",
         metavar="FILE",
     )
-    shard_size: int = flag(10_000, "pictures a shard", kind=positive)
+    shard_size: int = flag(10_000, "pictures a shard", range=at_least(1))
 
 
 @dataclass(frozen=True)
@@ -163,21 +163,21 @@ class PackSettings:
         None,
         "shrink larger pictures to this longer side",
         option="--max-side",
-        kind=positive,
+        range=at_least(1),
         metavar="PX",
     )
     shorter_side_px: int | None = None
     min_side_px: int = flag(
-        16, "refuse smaller pictures", option="--min-side", kind=positive, metavar="PX"
+        16, "refuse smaller pictures", option="--min-side", range=at_least(1), metavar="PX"
     )
     test_share: float = flag(
         0.0,
         "hold out this share of the pictures (default: 0, none)",
-        kind=share,
+        range=FROM_0_TO_1,
         metavar="SHARE",
     )
-    shard_size: int = flag(10_000, "pictures a shard", kind=positive)
-    seed: int = flag(0, "seed of the order and of the choice of held-out pictures", kind=seed)
+    shard_size: int = flag(10_000, "pictures a shard", range=at_least(1))
+    seed: int = flag(0, "seed of the order and of the choice of held-out pictures", range=SEED)
     exclusions: Sequence[Any] = ()
 
     @property

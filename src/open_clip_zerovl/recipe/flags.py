@@ -17,8 +17,10 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import (
+    FROM_0_TO_1,
     NOT_NEGATIVE,
     POSITIVE,
+    SEED,
     SHARE,
     Contradiction,
     Range,
@@ -27,7 +29,7 @@ from open_clip_zerovl.core.flags import (
     at_least,
     flag,
     flags_of,
-    whole,
+    number_or,
 )
 from open_clip_zerovl.core.releases import line_here
 from open_clip_zerovl.data.names import (
@@ -107,7 +109,7 @@ class SourceFlags:
         0.10,
         "stop when a source has lost a larger share of its samples",
         metavar="SHARE",
-        range=Range("a share from 0 to 1", lambda value, _: 0 <= value <= 1),
+        range=FROM_0_TO_1,
         needs=(_NAMED_SOURCES,),
     )
     shard_cache: str | None = flag(
@@ -139,7 +141,7 @@ class DgaFlags:
     dga_retain: int | str = flag(
         1,
         "micro-batches whose graph is kept instead of forwarded twice; auto: as many as free memory allows",
-        kind=whole(0, word="auto"),
+        kind=number_or("auto"),
         metavar="R|auto",
         range=Range(
             "auto, or 0 to --dga-steps {dga_steps}",
@@ -500,7 +502,8 @@ class RetrievalFlags:
     retrieval_captions: int | str = flag(
         5,
         "first captions of each image of a retrieval set that count; the papers count five of COCO's",
-        kind=whole(1, word="all"),
+        kind=number_or("all"),
+        range=Range("all, or 1 or more", lambda value, _: value == "all" or value >= 1),
         metavar="N|all",
         needs=(_SETS,),
     )
@@ -584,9 +587,7 @@ class OpenClipFlags:
     accum_freq: int = flag(1, metavar="N", range=at_least(1))
     epochs: int = flag(32, metavar="N", range=at_least(1))
     workers: int = flag(4, metavar="N", range=NOT_NEGATIVE)
-    seed: int = flag(
-        0, metavar="N", range=Range("0 to 4294967295", lambda value, _: 0 <= value < 2**32)
-    )
+    seed: int = flag(0, metavar="N", range=SEED)
 
     lr: float | None = flag(None, metavar="X", range=NOT_NEGATIVE)
     eps: float | None = flag(None, metavar="X")

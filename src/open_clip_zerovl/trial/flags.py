@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, at_least, flag, positive
+from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, at_least, flag
 from open_clip_zerovl.finetune.flags import SETS
 from open_clip_zerovl.report.verdicts import MARGIN
 
@@ -68,11 +68,11 @@ class TrialFlags:
     equal: str = flag(
         "time", "what the runs of all arms have the same amount of", choices=("time", "samples")
     )
-    micro_batch: int = flag(16, "samples in one forward pass", kind=positive, metavar="B")
+    micro_batch: int = flag(16, "samples in one forward pass", range=at_least(1), metavar="B")
     effective_batch: int = flag(
         0,
         "batch of dga (default: 256, at most a quarter of the smallest source)",
-        kind=positive,
+        range=at_least(1),
         metavar="N",
     )
     rates: Sequence[float] = flag(
