@@ -441,14 +441,16 @@ def build_app(searchers: Mapping[str, Searcher]) -> Any:
     """Build the page: words, a picture, how many, and a column of pictures for each model."""
     import gradio
 
-    def search(words: str, picture: str | None, best: float) -> list[str]:
+    def search(words: str, picture: str | None, best: float, lowest: float) -> list[str]:
         # Gradio itself refuses a number of pictures beyond the slider's, and uploads beyond UPLOAD.
         words = (words or "")[:WORDS]
         if not words.strip() and picture is None:
             return ["<p>Type words, or drop a picture.</p>"] * len(searchers)
         try:
             query = None if picture is None else uploaded_picture(Path(picture))
-            return [answer(searcher, words, query, int(best)) for searcher in searchers.values()]
+            return [
+                answer(searcher, words, query, int(best), lowest) for searcher in searchers.values()
+            ]
         except UserError as error:
             raise gradio.Error(html.escape(str(error))) from error
 
@@ -466,6 +468,9 @@ def build_app(searchers: Mapping[str, Searcher]) -> Any:
                     autofocus=True,
                 )
                 best = gradio.Slider(1, MOST, value=BEST, step=1, label="Pictures")
+                lowest = gradio.Slider(
+                    -1, 1, value=-1, step=0.01, label="Lowest score (-1: all, however far)"
+                )
                 button = gradio.Button("Search", variant="primary")
             # Without a mode the file stays as it is, and our own checks decode it.
             picture: Any = gradio.Image(
@@ -483,7 +488,7 @@ def build_app(searchers: Mapping[str, Searcher]) -> Any:
                 with gradio.Column(min_width=280):
                     gradio.Markdown(f"### {html.escape(name)}")
                     columns.append(gradio.HTML(padding=False))
-        inputs = [words, picture, best]
+        inputs = [words, picture, best, lowest]
         gradio.on(
             [words.submit, button.click, picture.upload], search, inputs, columns, api_name="search"
         )
@@ -504,13 +509,16 @@ def uploaded_picture(path: Path) -> Any:
         ) from error
 
 
-def answer(searcher: Searcher, words: str, query: Any, best: int) -> str:
-    """Render the best pictures of a model as HTML, with thumbnails inside."""
+def answer(searcher: Searcher, words: str, query: Any, best: int, lowest: float = -1.0) -> str:
+    """Render the best pictures of a model from a score on as HTML, with thumbnails inside."""
     figures = [
         (thumbnail_of(hit), f"{hit.score:.3f} {hit.picture} {hit.caption}".strip())
         for hit in searcher.find(words, query, best).hits
+        if hit.score >= lowest
     ]
-    return render("hits.html", figures=figures)
+    return render(
+        "hits.html", figures=figures, **({} if figures else {"note": "No picture is as near."})
+    )
 
 
 def launch(app: Any, *, host: str, port: int | None, wait: bool = True) -> str:

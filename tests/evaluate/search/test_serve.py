@@ -71,6 +71,9 @@ def test_words_give_the_pictures_of_each_model(client, searchers):
         best = [hit.picture for hit in searcher.find("a cat", None, 3).hits]
         assert names(answer) == [html.escape(hit).split()[0] for hit in best]
         assert answer.count("data:image/jpeg;base64,") == 3 and 'src="/' not in answer
+    third = searcher.find("a cat", None, 3).hits[2].score
+    assert len(names(client.predict("a cat", None, 3, third + 1e-6, api_name="/search")[-1])) == 2
+    assert "No picture is as near." in client.predict("a cat", None, 3, 1, api_name="/search")[-1]
 
 
 def test_a_dropped_picture_finds_itself(client, photos):
