@@ -52,15 +52,14 @@ from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.models.configs import (
     IMAGENET_MEAN,
     IMAGENET_STD,
-    INITIAL_TEMPERATURE,
     LOCAL_DIR,
-    logit_scale_of,
     no_code_from_data,
 )
 from open_clip_zerovl.models.text_towers import TowerModel
 
 log = logging.getLogger(__name__)
 
+INITIAL_TEMPERATURE = 0.02
 NORMALIZATIONS = {"imagenet": (IMAGENET_MEAN, IMAGENET_STD), "half": ((0.5,) * 3, (0.5,) * 3)}
 TEMPERATURE_RANGE = (0.001, 0.5)  # to which the released code clamps the temperature
 CONTEXT_LENGTH = 25  # of the released configurations
@@ -286,9 +285,9 @@ def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
 
 def _logit_scale(temperature: Tensor | None) -> Tensor:
     if temperature is None:
-        return torch.tensor(logit_scale_of(INITIAL_TEMPERATURE))
+        return torch.tensor(-math.log(INITIAL_TEMPERATURE))
     low, high = TEMPERATURE_RANGE
-    return torch.tensor(logit_scale_of(min(max(float(temperature), low), high)))
+    return torch.tensor(-math.log(min(max(float(temperature), low), high)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,12 +14,20 @@ import pytest
 import torch
 from open_clip.factory import get_model_config
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
 from open_clip_zerovl.recipe.gpu import without_gpu_syncs
-from open_clip_zerovl.recipe.step import sort_texts, text_padding
+from open_clip_zerovl.recipe.step import text_padding
 from support.hf_towers import small_model
-from support.tiny_clip import random_model, write_modernbert, write_xlm_roberta
+from support.tiny_clip import (
+    NATIVE_VISION,
+    bert_text,
+    random_model,
+    register,
+    write_modernbert,
+    write_xlm_roberta,
+)
 
 
 class Tower(NamedTuple):
@@ -108,28 +116,33 @@ def test_the_prepared_masks_give_the_same_features(tower, small):
         type(ours.text.transformer).__name__ != "ModernBertModel"
         or version("transformers") >= "5.1"
     )
+    assert text_padding(ours) == tower.pad
     assert hooks == len(ours.text.transformer._forward_pre_hooks) == int(reads)
     tokens = open_clip.get_tokenizer(small)(tower.texts)
     with torch.no_grad():
         assert torch.equal(ours.encode_text(tokens), stock.encode_text(tokens))
 
 
-def test_sorted_texts_are_cut_at_their_own_padding(tower, small):
-    model = random_model(small)
-    assert text_padding(model) == tower.pad
-    tokens = open_clip.get_tokenizer(small)(tower.texts)
-    lengths = (tokens != tower.pad).sum(dim=1).sort().values.tolist()
-    cut, order = sort_texts([tokens[:2], tokens[2:]], tower.pad)
-    assert [part.shape[1] for part in cut] == lengths[1:]
-    with torch.no_grad():
-        features = torch.cat([model.encode_text(part) for part in cut])
-        torch.testing.assert_close(features, model.encode_text(tokens)[order], rtol=0, atol=1e-5)
+def test_positions_are_counted_from_behind_the_padding_token(tmp_path):
+    """XLM-RoBERTa's 80 positions hold 78 tokens: a context of 79 would end in an index error of the first full text."""
+    folder = write_xlm_roberta(tmp_path / "xlmr")
+    names = [
+        register(tmp_path, f"long-{n}", NATIVE_VISION, {**bert_text(folder), "context_length": n})
+        for n in (78, 79)
+    ]
+    check_model(names[0])
+    full = torch.full((1, 78), 5)
+    full[0, 0] = 0
+    assert random_model(names[0]).encode_text(full).isfinite().all()
+    with pytest.raises(UserError, match="has 78 positions, fewer than the 79 tokens of a text"):
+        check_model(names[1])
 
 
 def test_words_are_masked_and_replaced_by_the_towers_own(tower, small):
     tokenizer = open_clip.get_tokenizer(small)
     augment = WordAugment(tokenizer, 1.0)
     assert augment.mask == tower.mask and "cat" in augment.vocabulary
+    assert "s" not in augment.vocabulary  # a piece of a word
     inner = tokenizer.tokenizer
     seen = torch.cat(
         [tokenizer([augment("the small red cat", random.Random(seed))])[0] for seed in range(40)]

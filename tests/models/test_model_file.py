@@ -6,7 +6,6 @@ import json
 from copy import deepcopy
 from pathlib import Path
 
-import open_clip
 import pytest
 import torch
 
@@ -35,12 +34,6 @@ def with_config(checkpoint: Path, config: dict) -> Path:
     content = torch.load(checkpoint, weights_only=True)
     torch.save({**content, MODEL_ENTRY: config}, checkpoint)
     return checkpoint
-
-
-def test_a_file_is_registered_under_its_name(tmp_path):
-    file = write(tmp_path / "my-own.json")
-    assert register_model_file(file) == register_model_file(str(file)) == "my-own"
-    assert open_clip.get_model_config("my-own") == CONFIG
 
 
 def test_training_takes_the_file_in_place_of_a_name(tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -37,7 +36,6 @@ from open_clip_zerovl.models.text_towers import register_text_towers
 ClipModel = Any
 
 CONFIG_FOLDER = Path(__file__).parent / "model_configs"
-INITIAL_TEMPERATURE = 0.02
 DEFAULT_CONTEXT_LENGTH = 77  # open_clip's, where a config names none
 
 # The 14M recipe's normalisation (released code), for open_clip's --image-mean and --image-std; 100M uses 0.5 for both.
@@ -50,11 +48,6 @@ TEXT_WEIGHTS = (
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
 )
-
-
-def logit_scale_of(temperature: float) -> float:
-    """Convert a softmax temperature to open_clip's `logit_scale` parameter: ln(1 / temperature)."""
-    return -math.log(temperature)
 
 
 def describes_model(config: Any) -> bool:
