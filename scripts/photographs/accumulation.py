@@ -175,7 +175,7 @@ def planned(settings: dict[str, Any]) -> Iterator[Run]:
 
 
 class Trainer:
-    """Trains a run on micro-batches of (images, tokens).
+    """A trainer of runs on micro-batches of (images, tokens).
 
     Args:
         settings: the protocol's.
@@ -185,7 +185,7 @@ class Trainer:
         self.data, self.settings = data, settings
 
     def __call__(self, run: Run) -> Towers:
-        """The trained towers."""
+        """Train the towers of a run."""
         micro = self.settings["micro_batch"]
         training = Training(
             micro * run.steps, "random", self.settings["epoch_samples"], self.settings["epochs"]
@@ -221,7 +221,7 @@ class Trainer:
     def micro_batches(
         self, training: Training, micro: int, seed: int, epoch: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """The micro-batches of an epoch in their order."""
+        """List the micro-batches of an epoch in their order."""
         images, states = self.data.images["train"], self.data.states["train"]
         shift = stream(seed, Purpose.ALIGN_CAPTION).integers(0, 1 << 30, size=len(images))
         order = epoch_order([len(images)], training, seed, epoch).reshape(-1, micro)
@@ -229,7 +229,7 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, model: Towers, part: str) -> float:
-        """Mean recall (RSUM / 6) on a part's photographs."""
+        """Score mean recall (RSUM / 6) on a part's photographs."""
         model.eval()
         states = self.data.states[part].flatten(0, 1)
         texts = torch.cat([model.encode_text(cut(block)) for block in states.split(100)])
@@ -251,7 +251,7 @@ def open_clip_epoch(
     schedule: Any,
     run: Run,
 ) -> None:
-    """An epoch of open_clip's own loop."""
+    """Train an epoch with open_clip's loop."""
     loader = Loader(batches)
     data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda _: None)}
     args = SimpleNamespace(

@@ -4,7 +4,7 @@
 
 A tower is `x A + gelu(x V) U`, of unit length. Every seed has its own weights, temperature, batches and loss
 (`ContrastiveLoss`); the seeds share matrix products and the optimizer's kernels alone, whose arithmetic is elementwise. So a
-seed's weights are those of a training of its own, up to the rounding of a product (`tests/scripts/test_photographs.py`).
+seed's weights are those of a training of its own, up to the rounding of a product (`tests/scripts/test_photograph_study.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ START_SCALE = float(np.log(1 / 0.07))  # of logit_scale, as open_clip's
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a training; the names are the protocol's."""
+    """Settings of a training, by the protocol's names."""
 
     batch: int
     sampling: str
@@ -73,7 +73,7 @@ class Heads(nn.Module):
         self.logit_scale = nn.Parameter(torch.full((len(seeds),), START_SCALE))
 
     def encode(self, side: str, rows: Tensor) -> Tensor:
-        """Inputs (S, N, F), or (N, F) for all seeds, -> (S, N, D) of unit length."""
+        """Encode inputs (S, N, F), or (N, F) for all seeds, as (S, N, D) of unit length."""
         straight, inner, outer = (
             getattr(self, f"{side}_{name}") for name in ("straight", "inner", "outer")
         )
@@ -81,7 +81,7 @@ class Heads(nn.Module):
 
 
 def epoch_order(sizes: Sequence[int], training: Training, seed: int, epoch: int) -> np.ndarray:
-    """(T, N) the samples of an epoch's steps, by the product's schedule: each step mixes the sources or is of one."""
+    """List the samples (T, N) of an epoch's steps by the product's schedule: each step mixes the sources or is of one."""
     schedule = source_schedule(
         sizes,
         training.batch,
@@ -114,7 +114,7 @@ def take_step(
     images: Tensor,
     texts: Tensor,
 ) -> None:
-    """One step of every seed on its own batch, (S, N, F) each."""
+    """Take a step of every seed on its batch, (S, N, F) each."""
     optimizer.zero_grad(set_to_none=True)
     image_features, text_features = heads.encode("image", images), heads.encode("text", texts)
     scales = heads.logit_scale.exp()
@@ -124,7 +124,7 @@ def take_step(
 
 
 def make_optimizer(heads: Heads, training: Training) -> torch.optim.Optimizer:
-    """AdamW with the paper's betas and eps; matrices decay."""
+    """Make AdamW with the paper's betas and eps, which decays matrices alone."""
     groups = parameter_groups(heads, training.weight_decay)
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-6, fused=True)
 
@@ -136,7 +136,7 @@ def train(
     seeds: Sequence[int],
     start: Heads | None = None,
 ) -> tuple[Heads, int]:
-    """The trained heads of all seeds, and the number of steps of each.
+    """Train the heads of all seeds, and count the steps of each.
 
     Args:
         rate: the peak of the learning rate.

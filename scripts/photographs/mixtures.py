@@ -36,7 +36,7 @@ class Store:
 
 
 def principal_components(rows: Tensor) -> Reduce:
-    """A map to the first `WIDTH` principal components of some rows (n, F), at a mean square of one."""
+    """Fit the map to the first `WIDTH` principal components of rows (n, F), at a mean square of one."""
     mean = rows.mean(0)
     covariance = (rows - mean).double().T @ (rows - mean).double() / len(rows)
     _, vectors = torch.linalg.eigh(covariance)
@@ -61,7 +61,7 @@ class Source:
 
 
 def sources_of(store: Store, settings: Mapping[str, Any]) -> list[Source]:
-    """The sources of a mixture of the protocol: photographs by turns, the first of `every` to the first source."""
+    """Divide the photographs among a mixture's sources by turns, the first of `every` to the first source."""
     every = settings.get("every", 2)
     turns = torch.arange(len(store.train["captions"])) % every
     made = []
@@ -89,7 +89,7 @@ class Scored:
         self.pairs = Pairs(self.of_images(images), self.of_texts(texts), tuple(sizes))
 
     def recall(self, heads: Heads, images: Tensor, texts: Tensor) -> list[float]:
-        """Mean recall (RSUM / 6) of each seed; (n, F) pictures, (n, F) or (n, C, F) captions."""
+        """Score mean recall (RSUM / 6) of each seed on (n, F) pictures and (n, F) or (n, C, F) captions."""
         captions = 1 if texts.ndim == 2 else texts.shape[1]
         owner = torch.arange(len(images)).repeat_interleave(captions)
         with torch.no_grad():
@@ -102,11 +102,11 @@ class Scored:
         ]
 
     def clean(self, heads: Heads, part: dict[str, Any], look: str = "plain") -> list[float]:
-        """Photographs with their five human captions."""
+        """Score photographs with their five human captions."""
         return self.recall(heads, part["pictures"][look], part["captions"])
 
     def scores(self, heads: Heads) -> dict[str, list[float]]:
-        """Measure -> its value of each seed."""
+        """Compute each measure of each seed."""
         return {
             "validation": self.clean(heads, self.store.validation),
             "clean": self.clean(heads, self.store.test),
@@ -133,7 +133,7 @@ class Mixture(Scored):
         super().__init__(store, images, texts, [len(source.images) for source in self.sources])
 
     def scores(self, heads: Heads) -> dict[str, list[float]]:
-        """As above, and `pool`, `within`, `unseen`, and `cross` where both pictures and captions differ."""
+        """Compute also `pool`, `within`, `unseen`, and `cross` where both pictures and captions differ."""
         first, second = self.sources
         photographs = PRODUCTS not in self.settings["sources"]
         turn = slice(1, None, 2) if photographs else slice(0, None, 2)
@@ -156,7 +156,7 @@ class Mixture(Scored):
         return measured
 
     def signs(self) -> dict[str, float]:
-        """What is known before a training: source probes in percent, the mixing of the captions, and their product."""
+        """Compute what is known before a training: source probes in percent, the captions' mixing, and their product."""
         rows = min(1000, *self.pairs.sizes)
         draw = torch.Generator().manual_seed(0)
         chosen = [torch.randperm(size, generator=draw)[:rows] for size in self.pairs.sizes]
@@ -165,8 +165,8 @@ class Mixture(Scored):
         picture, caption = source_probe(images, draw), source_probe(texts, draw)
         mixing = neighbours_mixing(texts)
         shortcut = max(0.0, 2 * min(picture, caption) - 1) * mixing
-        found = {"picture": 100 * picture, "caption": 100 * caption}
-        return found | {"mixing": mixing, "sign": shortcut}
+        probes = {"picture": 100 * picture, "caption": 100 * caption}
+        return probes | {"mixing": mixing, "sign": shortcut}
 
 
 def _means(values: list[list[float]]) -> list[float]:
@@ -174,7 +174,7 @@ def _means(values: list[list[float]]) -> list[float]:
 
 
 def source_probe(sources: list[Tensor], draw: torch.Generator) -> float:
-    """The share of held-out rows whose source a ridge regression tells; of two equally large sources, so that chance is 0.5."""
+    """Measure the share of held-out rows whose source a ridge regression tells, of two sources of one size (chance 0.5)."""
     rows, truth = torch.cat(sources), torch.arange(len(sources)).repeat_interleave(len(sources[0]))
     rows = (rows - rows.mean(0)) / (rows.std(0) + 1e-6)
     rows = torch.cat([rows, torch.ones(len(rows), 1)], dim=1).double()
@@ -187,7 +187,7 @@ def source_probe(sources: list[Tensor], draw: torch.Generator) -> float:
 
 
 def neighbours_mixing(sources: list[Tensor]) -> float:
-    """Of the nearest neighbours after centring each source, the share of other sources, over the share that chance expects."""
+    """Measure the share of other sources among nearest neighbours after centring, over the share that chance expects."""
     centred = torch.cat([F.normalize(rows - rows.mean(0), dim=-1) for rows in sources])
     truth = torch.arange(len(sources)).repeat_interleave(len(sources[0]))
     cosines = centred @ centred.T

@@ -58,7 +58,7 @@ class Unit:
 
 
 def read_records(part: str, folder: Path = RECORDS) -> list[Record]:
-    """The runs of a part."""
+    """Read the runs of a part."""
     file = folder / f"{part}.jsonl"
     if not file.is_file():
         return []
@@ -74,13 +74,13 @@ def append_records(part: str, records: Sequence[Record], folder: Path = RECORDS)
 
 @cache
 def commit() -> str:
-    """The commit of the programs."""
+    """Ask git for the commit of the programs."""
     words = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(words, cwd=HERE, capture_output=True, text=True).stdout.strip()
 
 
 def mean_scores(records: Sequence[Record], measure: str, **of: Any) -> dict[float, float]:
-    """Rate -> mean over seeds, of the records whose entries are `of`."""
+    """Average each rate's runs over seeds, of the records whose entries are `of`."""
     scores: dict[float, list[float]] = {}
     for run in records:
         if all(run[key] == value for key, value in of.items()):
@@ -89,7 +89,11 @@ def mean_scores(records: Sequence[Record], measure: str, **of: Any) -> dict[floa
 
 
 def next_rate(by_rate: Mapping[float, float], ladder: Sequence[float]) -> float | None:
-    """The rate beyond the edge of the grid at which the best one lies; None if it lies inside, or at the ladder's end."""
+    """Find the rate beyond the edge of the grid at which the best one lies.
+
+    Returns:
+        None if the best rate lies inside, or at the ladder's end.
+    """
     best = max(by_rate, key=by_rate.__getitem__)
     place = ladder.index(best)
     for edge, beyond in ((min(by_rate), place - 1), (max(by_rate), place + 1)):
@@ -99,7 +103,7 @@ def next_rate(by_rate: Mapping[float, float], ladder: Sequence[float]) -> float 
 
 
 def batch_units(protocol: dict[str, Any], start: str) -> Iterator[Unit]:
-    """The units of the batch sizes from one start; each arm's grid grows while its best rate lies at an edge."""
+    """Plan the units of the batch sizes from one start, where an arm's grid grows while its best rate lies at an edge."""
     settings, part = protocol["batch"], f"batch-{start}"
     begin = settings["starts"][start]
     for arm, given in settings["arms"].items():
@@ -115,7 +119,7 @@ def batch_units(protocol: dict[str, Any], start: str) -> Iterator[Unit]:
 
 
 def debiased_units(protocol: dict[str, Any]) -> Iterator[Unit]:
-    """The units of the mixtures: both arms at all rates."""
+    """Plan the units of the mixtures: both arms at all rates."""
     settings = protocol["debiased"]
     for mixture in settings["mixtures"]:
         for rate in settings["rates"]:
@@ -127,7 +131,7 @@ def debiased_units(protocol: dict[str, Any]) -> Iterator[Unit]:
 
 
 def units(protocol: dict[str, Any]) -> dict[str, Callable[[], Iterator[Unit]]]:
-    """Part -> its units, in the order of their value."""
+    """Name each part's units, in the order of their value."""
     return {
         "batch-random": lambda: batch_units(protocol, "random"),
         "debiased": lambda: debiased_units(protocol),
@@ -136,7 +140,7 @@ def units(protocol: dict[str, Any]) -> dict[str, Callable[[], Iterator[Unit]]]:
 
 
 class Laboratory:
-    """Makes units and writes their records.
+    """A maker of units and of their records.
 
     Args:
         folder: gets the records.
@@ -190,9 +194,9 @@ class Laboratory:
             if name not in there:
                 mixture = self.data(name)
                 assert isinstance(mixture, Mixture)
-                found = {key: round(value, 3) for key, value in mixture.signs().items()}
-                append_records("signs", [{"data": name, **found}], self.folder)
-                print(name, found, flush=True)
+                signs = {key: round(value, 3) for key, value in mixture.signs().items()}
+                append_records("signs", [{"data": name, **signs}], self.folder)
+                print(name, signs, flush=True)
 
 
 def main() -> None:

@@ -53,20 +53,20 @@ def holm(p_values: Mapping[str, float], level: float = 1 - CONFIDENCE) -> set[st
 
 
 def shown(estimate: Estimate) -> str:
-    """The mean with its interval."""
+    """Write the mean with its interval."""
     mean, low, high, _ = estimate
     return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def difference(of: Sequence[Record], over: Sequence[Record], measure: str) -> Estimate:
-    """Student's estimate of the paired difference of two arms' runs, seed by seed."""
+    """Estimate the paired difference of two arms' runs, seed by seed, by Student's t."""
     values = [{run["seed"]: run["scores"][measure] for run in runs} for runs in (of, over)]
     assert values[0].keys() == values[1].keys()
     return student([values[0][seed] - values[1][seed] for seed in sorted(values[0])])
 
 
 def of_arm(records: Sequence[Record], **facts: Any) -> list[Record]:
-    """The runs whose entries are `facts`."""
+    """Choose the runs whose entries are `facts`."""
     return [run for run in records if all(run[key] == value for key, value in facts.items())]
 
 
@@ -86,13 +86,13 @@ class MixtureRow:
 
     @property
     def is_whole(self) -> bool:
-        """True if both arms have runs at every rate."""
+        """Ask whether both arms have runs at every rate."""
         runs = {(run["arm"], run["rate"]) for run in self.records}
         return len(runs) == 2 * len(self.rates)
 
     @cached_property
     def rate(self) -> float:
-        """The rate that random batches prefer on the validation photographs."""
+        """Choose the rate that random batches prefer on the validation photographs."""
         scores = mean_scores(self.records, "validation", arm="random")
         return max(scores, key=scores.__getitem__)
 
@@ -101,7 +101,7 @@ class MixtureRow:
         return [name for name in SHOWN if name in self.records[0]["scores"]]
 
     def estimate(self, measure: str, rate: float | None = None) -> Estimate:
-        """Debiased minus random at a rate; None: the verdict's."""
+        """Estimate debiased minus random at a rate, by default at the verdict's."""
         at = self.rate if rate is None else rate
         debiased, random = (
             of_arm(self.records, arm=arm, rate=at) for arm in ("debiased", "random")
@@ -110,7 +110,7 @@ class MixtureRow:
 
 
 def mixture_rows(records: Sequence[Record], protocol: dict[str, Any]) -> list[MixtureRow]:
-    """The mixtures that are measured at all rates, in the protocol's order."""
+    """List the mixtures that are measured at all rates, in the protocol's order."""
     settings = protocol["debiased"]
     rows = [
         MixtureRow(name, given["says"], settings["rates"], of_arm(records, data=name))
@@ -120,7 +120,7 @@ def mixture_rows(records: Sequence[Record], protocol: dict[str, Any]) -> list[Mi
 
 
 def mixtures_table(rows: Sequence[MixtureRow], protocol: dict[str, Any]) -> str:
-    """Differences at each mixture's rate, with the two facts of the primaries; what stands after Holm's correction is bold."""
+    """Show differences at each mixture's rate with the primaries' two facts, bold where they stand after Holm's correction."""
     p_values = {(row.name, name): row.estimate(name).p for row in rows for name in PRIMARIES}
     standing = holm(p_values)
     lines = []
@@ -142,7 +142,7 @@ def mixtures_table(rows: Sequence[MixtureRow], protocol: dict[str, Any]) -> str:
 
 
 def rates_table(rows: Sequence[MixtureRow], signs: Sequence[Record]) -> str:
-    """Mean differences at each rate of the grid, and what was known of a mixture before its trainings."""
+    """Show mean differences at each rate of the grid, and what was known of a mixture before its trainings."""
     known = {sign["data"]: sign for sign in signs}
     lines = []
     for row in rows:
@@ -164,18 +164,20 @@ def rates_table(rows: Sequence[MixtureRow], signs: Sequence[Record]) -> str:
 
 
 def rank_correlations(rows: Sequence[MixtureRow], signs: Sequence[Record]) -> dict[str, float]:
-    """Measure -> Spearman's rank correlation of its difference with the sign, over the mixtures that have it."""
+    """Correlate each measure's difference with the sign, by Spearman's ranks, over the mixtures that have it."""
     known = {sign["data"]: sign["sign"] for sign in signs}
-    found = {}
+    correlations = {}
     for measure in ("clean", "pool", "cross"):
         having = [row for row in rows if measure in row.measures]
         values = [row.estimate(measure).mean for row in having]
-        found[measure] = float(spearmanr([known[row.name] for row in having], values).statistic)
-    return found
+        correlations[measure] = float(
+            spearmanr([known[row.name] for row in having], values).statistic
+        )
+    return correlations
 
 
 def batch_table(records: Sequence[Record], protocol: dict[str, Any]) -> str:
-    """Each arm at its best rate and at the neighbours: mean recall on the test photographs, and the difference to 16.
+    """Show mean recall of each arm at its best rate and at the neighbours, and the difference to 16.
 
     An arm is a row once its best rate lies inside its grid.
     """
@@ -200,8 +202,8 @@ def batch_table(records: Sequence[Record], protocol: dict[str, Any]) -> str:
         grid = sorted(scores)
         place = grid.index(best[arm])
         around = [
-            f"{scores[grid[near]]:.1f}" if 0 <= near < len(grid) else ""
-            for near in (place - 1, place, place + 1)
+            f"{scores[grid[index]]:.1f}" if 0 <= index < len(grid) else ""
+            for index in (place - 1, place, place + 1)
         ]
         cells = [arm, f"{runs[0]['samples']:,}", f"{fmean(run['cpu_seconds'] for run in runs):.1f}"]
         cells += [f"{best[arm]:g}", *around]
@@ -259,13 +261,13 @@ def accumulation_table(records: Sequence[Record], protocol: dict[str, Any]) -> s
 
 
 def best_rate(records: Sequence[Record], arm: str) -> float:
-    """The rate with the best mean recall on the validation photographs."""
+    """Choose the rate with the best mean recall on the validation photographs."""
     scores = mean_scores(records, "validation", arm=arm)
     return max(scores, key=scores.__getitem__)
 
 
 def draw(rows: Sequence[MixtureRow]) -> bytes:
-    """Debiased minus random by mixture: clean, across, one pool, with their intervals."""
+    """Draw debiased minus random by mixture: clean, across, one pool, with their intervals."""
     figure = new_figure(8, 0.45 * len(rows) + 1.2)
     axes = figure.add_subplot()
     plain_axes(axes)
@@ -322,7 +324,7 @@ def replace_section(page: Path, name: str, table: str) -> None:
 
 
 def tables(protocol: dict[str, Any]) -> dict[str, str]:
-    """Section of the page -> its table, of those that have records."""
+    """Make the table of each section of the page that has records."""
     made = {}
     for start in protocol["batch"]["starts"]:
         if records := read_records(f"batch-{start}"):

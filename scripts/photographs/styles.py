@@ -46,7 +46,7 @@ def flickr8k_split(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _framed(picture: Picture) -> Picture:
-    """A red frame of four pixels."""
+    """Draw a red frame of four pixels."""
     picture = picture.copy()
     for inset in range(4):
         edge = IMAGE_PX - 1 - inset
@@ -55,14 +55,14 @@ def _framed(picture: Picture) -> Picture:
 
 
 def _warm(picture: Picture) -> Picture:
-    """Reddened and blurred."""
+    """Redden and blur."""
     pixels = np.asarray(picture).astype(float) * [1.25, 1.0, 0.6]
     warm = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     return warm.filter(ImageFilter.GaussianBlur(1.2))
 
 
 def _poster(picture: Picture) -> Picture:
-    """Mirrored, from a poor JPEG of half the size, in eight levels a channel."""
+    """Mirror a poor JPEG of half the size, in eight levels a channel."""
     file = io.BytesIO()
     half = (IMAGE_PX // 2, IMAGE_PX // 2)
     picture.resize(half, Image.Resampling.BILINEAR).save(file, "JPEG", quality=20)
@@ -71,7 +71,7 @@ def _poster(picture: Picture) -> Picture:
 
 
 def _zoomed(picture: Picture) -> Picture:
-    """The middle half of each side, enlarged."""
+    """Enlarge the middle half of each side."""
     quarter = IMAGE_PX // 4
     middle = picture.crop((quarter, quarter, 3 * quarter, 3 * quarter))
     return middle.resize(picture.size, Image.Resampling.BILINEAR)
@@ -104,7 +104,7 @@ def _words(captions: Sequence[str]) -> str:
 
 
 class Pictures:
-    """Pictures -> features, by EfficientNet-Lite0."""
+    """The features of pictures by EfficientNet-Lite0."""
 
     def __init__(self, encoder: Path) -> None:
         model = timm.create_model(f"local-dir:{encoder}", pretrained=True, num_classes=0).eval()
@@ -121,7 +121,7 @@ class Pictures:
 
 
 class Texts:
-    """Captions -> features, by MiniLM-L6; captions of similar length are encoded together."""
+    """The features of captions by MiniLM-L6, which encodes captions of similar length together."""
 
     def __init__(self, encoder: Path) -> None:
         tower = open_tower(f"hf:{encoder}", "text", context_length=TOKENS)
@@ -136,7 +136,7 @@ class Texts:
 
 
 def _read(tar: Path, names: Sequence[str]) -> list[Picture]:
-    """Pictures of a tar, square."""
+    """Read pictures of a tar as squares."""
     made: dict[str, Picture] = {}
     wanted = set(names)
     with tarfile.open(tar) as file:
@@ -155,7 +155,7 @@ def _rows(tar: Path, member: str) -> list[dict[str, str]]:
 
 
 def read_captions(tar: Path) -> dict[str, list[str]]:
-    """Photograph of Flickr8k -> its captions."""
+    """Read the captions of each photograph of Flickr8k."""
     captions: dict[str, list[str]] = {}
     for row in _rows(tar, "flickr8k/captions.csv"):
         captions.setdefault(row["image"], []).append(row["caption"].strip())
