@@ -1,29 +1,25 @@
 """Words are processed at the paper's rates, as the tokenizer means it; images by open_clip's transform plus the policy."""
 
 import math
-import pickle
 import random
 
 import numpy as np
 import pytest
 import torch
-from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from open_clip.tokenizer import HFTokenizer
 from open_clip.transform import AugmentationCfg, image_transform
 from PIL import Image
 from tokenizers import ByteLevelBPETokenizer
 from torchvision.transforms import (
     AutoAugment,
     CenterCrop,
-    Compose,
     InterpolationMode,
     Normalize,
-    RandomResizedCrop,
     Resize,
     ToTensor,
 )
 from transformers import RobertaTokenizer
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.images import (
     IMAGENET_MEAN,
@@ -57,12 +53,15 @@ def test_rates_are_the_papers(tokenizer):
     augment = WordAugment(tokenizer, 0.2)
     per_caption, captions = 50, 4000
     masked = replaced = kept = 0
+    processed = []
     for seed in range(captions):
         words = [f"w{index}" for index in range(per_caption)]
         result = augment(" ".join(words), seed).split()
         masked += result.count("[MASK]")
         replaced += sum(word in WORDS or word == "cafe" for word in result)
-        kept += sum(word in words for word in result)
+        untouched = sum(word in words for word in result)
+        kept += untouched
+        processed.append(per_caption - untouched)
         assert [word for word in result if word in words] == [
             word for word in words if word in result
         ]  # order stays
@@ -70,50 +69,17 @@ def test_rates_are_the_papers(tokenizer):
     deleted = n - masked - replaced - kept
     for count, share in ((masked, 0.1), (replaced, 0.02), (deleted, 0.08), (kept, 0.8)):
         assert abs(count - n * share) < 5 * math.sqrt(n * share * (1 - share)), (count, share)
-
-
-def test_words_are_processed_one_by_one_not_a_fixed_number_of_them(tokenizer):
-    """The number processed of 10 words is binomial: chi-squared of 5,000 captions below its 0.1 % bound."""
-    augment = WordAugment(tokenizer, 0.2)
-    words = [f"w{index}" for index in range(10)]
-    counts = np.bincount(
-        [
-            10 - sum(w in words for w in augment(" ".join(words), seed).split())
-            for seed in range(5000)
-        ],
-        minlength=6,
-    )
-    expected = np.array([math.comb(10, k) * 0.2**k * 0.8 ** (10 - k) for k in range(6)])
-    observed, wanted = [*counts[:5], counts[5:].sum()], [*expected[:5], 1 - expected[:5].sum()]
-    chi_squared = sum(
-        (o - 5000 * w) ** 2 / (5000 * w) for o, w in zip(observed, wanted, strict=True)
-    )
-    assert chi_squared < 20.5  # 5 degrees of freedom
-
-
-def test_replacements_are_whole_words_of_the_vocabulary(tokenizer):
-    augment = WordAugment(tokenizer, 1.0)
+    # word by word, not a fixed number of each caption
+    assert abs(np.var(processed) / (per_caption * 0.2 * 0.8) - 1) < 0.12
     assert set(augment.vocabulary) == {word for word in [*WORDS, "cafe"] if len(word) > 1}
-    seen = {word for seed in range(3000) for word in augment(CAPTION, seed).split()} - {
-        "[MASK]",
-        "a",
-    }
-    assert seen == set(augment.vocabulary)
 
 
 def test_no_caption_becomes_empty(tokenizer):
     augment = WordAugment(tokenizer, 1.0)
     results = [augment("cat dog", seed) for seed in range(500)]
-    assert all(results)
+    assert all(results) and augment("", 1) == ""
     assert {"cat", "dog"} <= set(results)  # where both were deleted, either stays
     assert {augment("zebra", seed) for seed in range(100)} >= {"[MASK]", "zebra"}
-
-
-def test_share_zero_changes_nothing_and_white_space_is_one_space(tokenizer):
-    augment = WordAugment(tokenizer, 0.0)
-    assert augment(CAPTION, 1) == CAPTION
-    assert augment(" a\tsmall \n cat ", 1) == "a small cat"
-    assert augment("", 1) == ""
 
 
 def test_the_same_seed_gives_the_same_caption_and_the_process_generator_stays(tokenizer):
@@ -123,22 +89,6 @@ def test_the_same_seed_gives_the_same_caption_and_the_process_generator_stays(to
     assert random.getstate() == state
     assert [augment(CAPTION, seed) for seed in range(20)] == results
     assert len(set(results)) > 15
-    travelled = pickle.loads(pickle.dumps(augment))
-    assert [travelled(CAPTION, seed) for seed in range(20)] == results
-    rng = random.Random(4)
-    assert augment(CAPTION, rng) != augment(CAPTION, rng)
-
-
-def test_the_mask_becomes_the_mask_token(tokenizer):
-    augment = WordAugment(tokenizer, 0.6)
-    inner = tokenizer.tokenizer
-    seen = 0
-    for seed in range(50):
-        text = augment("Cat &amp; Dog of the Moon", seed)
-        ids = tokenizer([text])[0].tolist()
-        assert ids.count(inner.mask_token_id) == text.split().count("[MASK]")
-        seen += ids.count(inner.mask_token_id)
-    assert seen > 20
 
 
 def test_byte_level_vocabularies_work_too(tmp_path):
@@ -153,17 +103,6 @@ def test_byte_level_vocabularies_work_too(tmp_path):
     assert augment.mask == "<mask>"
     assert {"snow", "moon", "tower", "dogs"} <= set(augment.vocabulary)
     assert not {"owing", "ow", "nowing"} & set(augment.vocabulary)
-
-
-def test_tokenizers_that_cannot_be_masked_are_refused(folder, tmp_path):
-    wordless = write_bert(tmp_path / "wordless", words=["7"])
-    for tokenizer, share, words in (
-        (SimpleTokenizer(), 0.2, "needs a mask token.*SimpleTokenizer"),
-        (HFTokenizer(str(folder), clean="canonicalize"), 0.2, "does not read the text"),
-        (HFTokenizer(str(wordless)), 0.2, "no whole words"),
-    ):
-        with pytest.raises(UserError, match=words):
-            WordAugment(tokenizer, share)
 
 
 # --- images ----------------------------------------------------------------------------------------------------------
@@ -215,19 +154,6 @@ def test_the_policy_goes_into_open_clips_timm_transform_too():
     transform = with_auto_augment(stock)
     assert names(transform)[:2] == [names(stock)[0], "AutoAugment"]
     assert transform(image()).shape == (3, 32, 32)
-
-
-@pytest.mark.parametrize(
-    ("transform", "words"),
-    [
-        (image_transform(32, is_train=False), "has none"),
-        (lambda image: image, "has none"),
-        (Compose([RandomResizedCrop(8), RandomResizedCrop(8)]), "has 2"),
-    ],
-)
-def test_transforms_without_a_place_for_the_policy_are_refused(transform, words):
-    with pytest.raises(UserError, match=words):
-        with_auto_augment(transform)
 
 
 def test_the_papers_training_transform():

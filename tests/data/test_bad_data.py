@@ -349,27 +349,6 @@ def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers
         list(loader_of(sources, on_bad_sample="fail", workers=workers))
 
 
-@pytest.mark.parametrize(
-    "command, lost",
-    [
-        ("cat {tar}", {}),
-        ("cat {tar}; exit 3", {"unreadable shard": SIZE}),
-        ("cat {tar}.gone 2>/dev/null", {"unreadable shard": SIZE}),
-        ("head -c 9000 {tar}", {"truncated shard": -1}),
-    ],
-)
-def test_a_pipe(tmp_path, command, lost, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    folder = two_shards(tmp_path / "s")
-    shards = (f"pipe:{command.format(tar=folder / '0.tar')}", str(folder / "1.tar"))
-    loader = loader_of((Source("s", shards, (SIZE, SIZE)),))
-    seen = torch.cat([ids for _, ids, _ in loader]).tolist()
-    assert len(seen) == 2 * SIZE
-    assert loader.lost.get("s", {}).keys() == lost.keys()
-    if not lost:
-        assert sorted(seen) == list(range(2 * SIZE))
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stalled_pipe_ends_with_a_sentence(workers, tmp_path, monkeypatch):

@@ -86,15 +86,6 @@ def test_every_door_reads_a_table_that_pack_reads(tmp_path, header):
         assert near.samples == {"x": PAIRS} and len(near.pairs) >= PAIRS
 
 
-@pytest.mark.parametrize("door", ["train", "retrieval", "finetune", "align"])
-def test_what_pack_alone_reads_is_sent_to_it(tmp_path, door):
-    (tmp_path / "pairs.csv").write_text("url,caption\nhttps://example.org/1.jpg,a dog\n")
-    with pytest.raises(
-        UserError, match=r"holds addresses of pictures .*`zerovl data pack .*pairs\.csv"
-    ):
-        DOORS[door](str(tmp_path / "pairs.csv"))
-
-
 @pytest.fixture
 def packed(tmp_path) -> Path:
     """Pack two sources of two classes, 12 pictures each, of which a share of 0.3 holds out 4 and 3."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tracemalloc
 
 import numpy as np
@@ -12,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from open_clip.transform import image_transform
 from PIL import Image
-from torchvision.transforms import Compose, PILToTensor, RandomResizedCrop, Resize, ToTensor
+from torchvision.transforms import Compose, RandomResizedCrop, Resize, ToTensor
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import seeded
 from open_clip_zerovl.data.images import (
     Crop,
@@ -85,17 +83,6 @@ def test_a_reduced_jpeg_shows_the_same_picture():
     assert np.sqrt(np.mean((shifted - crops[1]) ** 2)) > 2 * error  # negative control
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_reduced_jpegs_of_all_modes_are_rgb(mode):
-    data = encoded(
-        Image.new(mode, (1000, 1000), 40 if mode == "L" else tuple([40] * len(mode))), "JPEG"
-    )
-    image = decode_image(data, Crop(100, 100, 0.6, (0.75, 4 / 3)))
-    plain = Image.open(io.BytesIO(data)).convert("RGB")
-    assert image.mode == "RGB" and image.size == (250, 250)
-    assert abs(np.asarray(image).mean() - np.asarray(plain).mean()) < 1.5
-
-
 def test_sixteen_bits_are_scaled_and_not_clipped():
     for dtype, format in ((np.uint16, "PNG"), (np.uint16, "TIFF"), (np.int32, "TIFF")):
         data = encoded(
@@ -125,30 +112,16 @@ def test_normalising_later_is_the_stock_transform(augmented):
     assert (batch.float() / 255 - torch.stack(wanted)).abs().max() > 0.1  # negative control
 
 
-def test_other_transforms_are_refused_in_a_sentence():
-    for transform in (Compose([ToTensor()]), Compose([Resize(3), PILToTensor()]), Resize(3)):
-        with pytest.raises(UserError, match="ends in ToTensor and Normalize, and this one ends in"):
-            split_normalize(transform)
-
-
-def test_images_of_different_sizes_are_not_broadcast():
-    with pytest.raises(ValueError, match=r"images of .3, 4, 4. and .3, 1, 1.; they must be alike"):
-        collate_images([torch.zeros(3, 4, 4), torch.zeros(3, 1, 1)])
-    assert collate_images([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
-    grey = torch.arange(8, dtype=torch.uint8).view(1, 2, 4)
-    assert torch.equal(collate_images([grey, grey]), torch.stack([grey, grey]))
-
-
 def test_memory_does_not_grow_over_an_epoch(tmp_path):
     """After the shuffle window has filled, an epoch ten windows long needs no more than a window more."""
-    write_source(tmp_path / "s", 0, 2000, 250)
-    window, picture = 200, 16 << 10
+    write_source(tmp_path / "s", 0, 1000, 250)
+    window, picture = 100, 16 << 10
     loader = loader_of(f"s={tmp_path}/s", 10, shuffle_window_samples=window)
     peaks = []
     tracemalloc.start()
     try:
         for number, _ in enumerate(loader):
-            if number % 50 == 49:
+            if number % 25 == 24:
                 peaks.append(tracemalloc.get_traced_memory()[1])
                 tracemalloc.reset_peak()
     finally:

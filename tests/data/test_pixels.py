@@ -118,19 +118,6 @@ def test_the_comparison_can_fail(photographs):
     assert (aliased <= 2).mean() < 0.9
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("scale", [1, 2, 4])
-def test_the_decoder_is_exactly_pils(photographs, size, scale, monkeypatch):
-    """Reduced sizes too: the two share libjpeg-turbo."""
-    crop = crop_of(training())
-    monkeypatch.setattr(type(crop), "reduction", lambda *_: scale)
-    for kind in ("jpeg", "4:4:4", "progressive", "grey"):
-        data = file_of(photographs[1].resize(size), kind)
-        expected = np.asarray(decode_image(data, crop)).astype(int)
-        found = decode_pixels(data, crop)
-        assert found.shape == expected.shape and np.abs(found - expected).max() <= 2
-
-
 @pytest.mark.parametrize(
     ("area", "ratio"),
     [((0.6, 1.0), (3 / 4, 4 / 3)), ((0.9, 1.0), (1.0, 1.0)), ((0.08, 1.0), (3 / 4, 4 / 3))],

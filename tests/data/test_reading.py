@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchvision import transforms
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.sample_stream import Placed, SampleStream
@@ -121,45 +120,6 @@ def test_with_two_persistent_workers(rotten, world_size):
         assert not same(list(loader), whole)  # negative control
 
 
-def test_bad_samples_are_replaced_by_good_ones_of_their_source(rotten):
-    loader = loader_of(rotten, Batching(2))
-    loader.set_epoch(0)
-    for images, ids, origin in loader:
-        assert (ids // 1000 == origin[:, 0]).all()
-        assert ((ids % 1000) % 11 != 5).all() or (ids == 2099).any()
-        assert images.shape == (2, 3, 6, 6)
-    assert set(loader.lost["a"]) == {
-        "undecodable image",
-        "caption not UTF-8",
-        "no caption",
-        "truncated shard",
-    }
-    assert {"short shard", "unreadable shard"} <= set(loader.lost["c"])
-    assert loader.lost["c"]["unreadable shard"] in (
-        4,
-        8,
-    )  # a shard of four, twice an epoch but for the remainder
-
-
-def test_both_pixel_paths_show_the_same_samples(rotten):
-    """The same captions in the same batches, the same losses, and pictures that differ by rounding."""
-    loaders = [loader_of(rotten, Batching(3), pixel_path=path) for path in PIXEL_PATHS]
-    for loader in loaders:
-        loader.set_epoch(1)
-    for one, other in zip(*loaders, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one[1:], other[1:], strict=True))
-        off = (one[0].int() - other[0].int()).abs()
-        assert off.max() <= 2
-    assert loaders[0].lost == loaders[1].lost
-
-
-def test_a_step_outside_the_epoch_is_refused(rotten):
-    loader = loader_of(rotten, Batching(2))
-    for step in (-1, loader.num_batches + 1):
-        with pytest.raises(UserError, match=f"cannot begin at step {step}"):
-            loader.set_epoch(0, step)
-
-
 @pytest.mark.parametrize(
     ("bad", "expected"),
     [
@@ -202,14 +162,3 @@ def test_a_sample_that_replaces_another_is_augmented_for_that_place(rotten):
     assert (
         equal <= len(twice) / 5
     )  # a picture of 12 x 10 has few crops, and two may be the same by chance
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_enters_mixed_batches_at_its_own_place(rotten, rank):
-    """With --sampling random ranks have shown different numbers of each source before a step."""
-    loader = loader_of(rotten, Batching(3, 1, 2), rank, strategy="random")
-    loader.set_epoch(1)
-    whole = list(loader)
-    for step in (1, 5, loader.num_batches // 2):
-        loader.set_epoch(1, step)
-        assert same(list(loader), whole[step:])

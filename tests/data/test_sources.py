@@ -1,17 +1,23 @@
-"""--train-data with names: parsing, sizes, weights, and the sentences for mistakes."""
+"""Sources as they are written: their names, shards, sizes, and samples as evaluation reads them."""
 
 from __future__ import annotations
 
-import json
+from contextlib import contextmanager
 
 import fsspec
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.collection import origin_of
+from open_clip_zerovl.data.components import listed_sizes
 from open_clip_zerovl.data.names import check_paths, is_named
 from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sources import count_tar_samples, parse_sources
-from support.tars import write_source, write_tar
+from open_clip_zerovl.prepare.check import check_shards
+from open_clip_zerovl.shards.fetch import ShardCache
+from open_clip_zerovl.shards.files import parse_sizes, read_sizes, write_retrieval_set
+from open_clip_zerovl.shards.tar import Sample
+from support.tars import png, write_source, write_tar
 
 
 def test_names_braces_folders_and_sizes(tmp_path):
@@ -44,82 +50,14 @@ def test_keys_with_dots_give_a_warning(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_a_quick_look_at_paths_knows_home_and_patterns(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "photos").mkdir()
-    check_paths("a=~/photos::b=/gone/{0..3}.tar::c=https://h/x.tar")
-    with pytest.raises(UserError, match="source 'a': ~/gone does not exist"):
-        check_paths("a=~/gone")
-
-
 def test_is_named():
     assert is_named("a=/d/0.tar::/e/0.tar")
     assert not is_named("/d/{0..3}.tar::/e/0.tar")
     assert not is_named("pipe:aws s3 cp --profile=x s3://b/0.tar -")
     assert not is_named(None)
-
-
-@pytest.mark.parametrize(
-    "data, weights, words",
-    [
-        ("a=", None, "source 1 .* has no shards"),
-        ("a={tmp}/a/00000.tar::", None, "source 2 .* has no shards"),
-        (
-            "a={tmp}/a/{{00000..00007}}.tar",
-            None,
-            "7 of 8 shards of source 'a' do not exist, first .*00001.tar",
-        ),
-        ("a={tmp}/mix.yaml", None, "a manifest of open_clip 4: name its sources"),
-        ("a={tmp}/mix.json", None, "a manifest of open_clip 4: name its sources"),
-        ("a={tmp}/a::a={tmp}/a", None, "two sources are called 'a'"),
-        ("a={tmp}/a:b={tmp}/a", None, "a:b={tmp}/a does not exist; correct the path"),
-        ("a={tmp}/a/{{0000", None, "braces .* do not match|do not exist"),
-        (
-            "a={tmp}/empty",
-            None,
-            "holds no [*].tar shards; .* `zerovl data pack .*/empty --out DIR`",
-        ),
-        (
-            "a={tmp}/x.csv",
-            None,
-            "is not shards: make them with `zerovl data pack .*x.csv --out DIR`",
-        ),
-        (
-            "a={tmp}/p/*.parquet",
-            None,
-            "no file is named like {tmp}/p/.*.parquet; correct the pattern",
-        ),
-        ("a={tmp}/a", "1::2", "gives 2 weights for 1 sources"),
-        ("a={tmp}/a", "0", "is not a positive number"),
-        ("a={tmp}/a", "x", "is not a positive number"),
-        ("a={tmp}/a", "vg=2", "unknown source 'vg'; the sources are a"),
-        ("a={tmp}/a::b={tmp}/a", "a=2::1", "names the unknown source '1'"),
-        (
-            "a=s3://bucket/{{0..3}}.tar",
-            None,
-            "shard s3://bucket/0.tar cannot be opened .* 'pipe:aws s3 cp",
-        ),
-        ("a=pipe:cat /nowhere/{{0..3}}.tar", None, "4 remote shards of source 'a' have no size"),
-        ("a={tmp}/broken", None, "cannot be read as a tar file"),
-        ("a={tmp}/badsizes", None, "sizes.json cannot be read .*to have the shards counted"),
-        ("a={tmp}/none", None, "holds no samples"),
-    ],
-)
-def test_a_mistake_gives_one_sentence(tmp_path, data, weights, words):
-    write_source(tmp_path / "a", 0, 4, 4)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "0.tar").write_bytes(b"no tar at all" * 100)
-    write_source(tmp_path / "badsizes", 0, 4, 4)
-    (tmp_path / "badsizes" / "sizes.json").write_text(json.dumps(["00000.tar"]))
-    write_tar(tmp_path / "none" / "0.tar", [])
-    (tmp_path / "mix.yaml").write_text("version: 1\nsources:\n- {name: a, shards: a.tar}\n")
-    (tmp_path / "mix.json").write_text(
-        '{"version": 1, "sources": [{"name": "a", "shards": "a.tar"}]}'
-    )
-    with pytest.raises(UserError, match=words.replace("{tmp}", str(tmp_path))) as raised:
-        parse_sources(data.format(tmp=tmp_path), weights)
-    assert "\n" not in str(raised.value)
+    check_paths(
+        "a=~::b=/gone/{0..3}.tar::c=https://h/x.tar"
+    )  # refuses what is a path and is not there
 
 
 @pytest.mark.parametrize("kind", ["pipe", "memory", "file"])
@@ -142,3 +80,128 @@ def test_remote_shards_are_sized_and_read(tmp_path, kind, monkeypatch):
             [f"sample {number}"] for number in range(start, 4)
         ]
         assert all(sample.image for sample in samples)
+
+
+WRONG = {
+    "a list": "[1]",
+    "no JSON": "{",
+    "no text": b"\xff\xfe\x00",
+    "negative": '{"0.tar": -1}',
+    "infinite": '{"0.tar": Infinity}',
+    "more than a float holds": '{"0.tar": 1e999}',
+    "not a number": '{"0.tar": NaN}',
+    "huge": '{"0.tar": 100000000000000000000}',
+    "too many digits": '{"0.tar": ' + "9" * 5000 + "}",
+    "a fraction": '{"0.tar": 1.5}',
+    "a word": '{"0.tar": "many"}',
+    "true": '{"0.tar": true}',
+    "nested": '{"0.tar": {"0.tar": 3}}',
+    "nested deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_numbers_are_one_sentence_wherever_sizes_are_read(tmp_path, kind):
+    write_source(tmp_path, 0, 4, 4)
+    (tmp_path / "00000.tar").rename(tmp_path / "0.tar")
+    text = WRONG[kind]
+    (tmp_path / "sizes.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    for read in (
+        lambda: parse_sources(f"a={tmp_path}"),
+        lambda: parse_sources(f"a={tmp_path}/0.tar"),
+        lambda: check_shards(tmp_path, progress=False),
+    ):
+        with pytest.raises(UserError, match=r"sizes\.json cannot be read") as raised:
+            read()
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+
+
+def test_numbers_that_open_clip_takes_are_taken(tmp_path):
+    assert parse_sizes('{"0.tar": 3, "1.tar": 4.0, "2.tar": "5", "3.tar": 0}', "here") == {
+        "0.tar": 3, "1.tar": 4, "2.tar": 5, "3.tar": 0,
+    }  # fmt: skip
+    assert read_sizes(tmp_path) is None
+
+
+def test_no_command_is_run_for_the_sizes(tmp_path):
+    """The same command with sizes.json in place of the shard's name was run: it overwrote a cached shard."""
+    write_source(tmp_path / "d", 0, 7, 4)
+    marker = tmp_path / "ran"
+    pattern = f"pipe:cat {tmp_path}/d/{{00000..00001}}.tar | tee {marker}"
+    (source,) = parse_sources(f"a={pattern}")
+    assert source.sizes == (4, 3) and not marker.exists()
+    # Two tars in one command, a relative path, an unknown place: the count is unknown, and no command is run to find it.
+    for command in (
+        f"cat {tmp_path}/d/00000.tar > copy.tar; touch {marker}",
+        f"touch {marker}; cat d/00000.tar",
+        "cat '",
+    ):
+        assert listed_sizes([f"pipe:{command}"]) == {} and not marker.exists()
+    with pytest.raises(
+        UserError, match=r"1 remote shards of source 'a' have no size.*SHARDS@/path/sizes\.json"
+    ):
+        parse_sources("a=pipe:cat d/00000.tar")
+    (named,) = parse_sources(
+        f"a=pipe:cd {tmp_path}; cat d/{{00000..00001}}.tar@{tmp_path}/d/sizes.json"
+    )
+    assert named.sizes == (4, 3) and named.shards[1] == f"pipe:cd {tmp_path}; cat d/00001.tar"
+    with pytest.raises(FileNotFoundError, match=r"other\.json"):
+        parse_sources(f"a=pipe:cat d/00000.tar@{tmp_path}/other.json")
+
+
+def test_the_sizes_of_a_url_lie_beside_it(tmp_path, monkeypatch):
+    asked = []
+
+    @contextmanager
+    def borrowed(self, url, policy):
+        asked.append(url)
+        (tmp_path / "sizes.json").write_text('{"00000.tar": 5}')
+        yield tmp_path / "sizes.json"
+
+    monkeypatch.setattr(ShardCache, "borrowed", borrowed)
+    shards = [
+        "https://host/d/00000.tar?token=a/b",
+        "s3://bucket/d/00000.tar",
+        "pipe:curl -s https://host/e/00000.tar",
+    ]
+    assert list(listed_sizes([*shards, "pipe:aws s3 cp s3://bucket/d/00000.tar -"]).values()) == [
+        5,
+        5,
+        5,
+    ]
+    assert asked == [
+        "https://host/d/sizes.json?token=a/b",
+        "s3://bucket/d/sizes.json",
+        "https://host/e/sizes.json",
+    ]
+
+
+@pytest.mark.parametrize("shards", ["", "/{00000..00002}.tar"])
+def test_a_folder_and_a_range_miss_the_shards_that_sizes_list(tmp_path, caplog, shards):
+    """Those of a folder were dropped without a word, with `--on-bad-sample fail` too."""
+    write_source(tmp_path, 0, 12, 4)
+    (tmp_path / "00001.tar").unlink()
+    (source,) = parse_sources(f"a={tmp_path}{shards}")
+    assert (
+        source.sizes == (4, 4, 4)
+        and "other samples of the source replace their 4 samples" in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "origin"),
+    [
+        (b'{"width": 3, "url": "https://h/a.jpg"}', "https://h/a.jpg"), (b'{"file": "", "filename": "a b.jpg"}', "a b.jpg"),
+        (b'{"url": 3}', ""), (b"[]", ""), (b"{", ""), (b"\xff", ""), (b"[" * 100_000, ""), (None, ""),
+    ],
+)  # fmt: skip
+def test_a_sample_is_named_by_what_its_json_says_of_its_picture(content, origin):
+    """`zerovl search` prints it beside the key, which is a hash or a number."""
+    assert origin_of(Sample("000", {} if content is None else {"json": content})) == origin
+
+
+def test_a_retrieval_set_is_a_source_of_evaluation_alone(tmp_path):
+    samples = [Sample(f"{i}", {"png": png((i, 0, 0)), "txt": b"a cat"}) for i in range(3)]
+    write_retrieval_set(tmp_path / "coco", samples)
+    (source,) = parse_sources(f"{tmp_path}/coco", evaluation=True)
+    assert (source.name, source.num_samples) == ("coco", 3)

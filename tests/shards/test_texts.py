@@ -1,15 +1,17 @@
-"""Long JSON arrays are streamed from published files, and a broken one is named."""
+"""Files of other people are read within bounds: long JSON arrays as streams, texts of any encoding, pictures of a folder."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import zipfile
 
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.texts import json_array, members, open_member
+from open_clip_zerovl.shards.pictures import BadFile, picture_files, read_foreign
+from open_clip_zerovl.shards.texts import encoding_of, json_array, members, open_member
 
 VALUE = [{"a": [1, 2.5e3, {"\u00fc": 'q"]}, \u20ac'}]}, 17, -3, "x", None, True, [], {}]
 
@@ -79,3 +81,40 @@ def test_a_zip_that_asks_for_a_later_reader_is_broken(tmp_path):
         UserError, match=r"x\.zip cannot be read \(zip file version 8\.4\); fetch it again"
     ):
         members(tmp_path / "x.zip")
+
+
+@pytest.mark.timeout(20)
+def test_only_regular_files_up_to_a_size_are_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    assert read_foreign(tmp_path / "file", 100) == b"x" * 100
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    faults = {
+        "file": "file too large", "sparse": "file too large", "pipe": "file cannot be read", "../": "file cannot be read",
+        "dangling": "file missing", "nul\0": "file missing", "x" * 300: "file cannot be read",
+    }  # fmt: skip
+    for name, reason in faults.items():
+        with pytest.raises(BadFile) as raised:
+            read_foreign(f"{tmp_path}/{name}", 99)
+        assert raised.value.reason == reason and "\n" not in str(raised.value)
+    with pytest.raises(BadFile, match="not a regular file"):
+        read_foreign("/dev/zero")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_a_byte_order_mark_tells_the_encoding(encoding):
+    text = "gr\u00f6\u00dfe \u72d7\n"
+    content = text.encode(encoding)
+    assert content.decode(encoding_of(content)) == text
+
+
+def test_the_pictures_of_a_folder_are_found_once_and_links_in_a_circle_end(tmp_path):
+    for file in ("a/1.jpg", "b/2.PNG", "b/notes.txt", ".hidden/3.jpg", "b/.4.jpg"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    for link, target in (("a/to-b", "b"), ("b/to-a", "a"), ("up", ".")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    found = [str(file.relative_to(tmp_path)) for file in picture_files(tmp_path)]
+    assert found == ["a/1.jpg", "a/to-b/2.PNG", "b/2.PNG", "b/to-a/1.jpg"]
