@@ -146,22 +146,35 @@ class Untransferable:
         )
 
 
-class FullMemory(ItemSet):
-    def read(self, index: int) -> Untransferable:
-        return Untransferable()
+def ended_connection() -> None:
+    raise EOFError
+
+
+class OfAKilledWorker:
+    def __reduce__(self):
+        return ended_connection, ()  # called where the batch is taken
+
+
+class Batches(ItemSet):
+    def __init__(self, item: object) -> None:
+        self.item = item
+
+    def read(self, index: int) -> object:
+        return self.item
 
     def __len__(self) -> int:
         return 2
 
 
 @pytest.mark.timeout(60)
-def test_a_batch_that_cannot_be_handed_over_ends_the_reading():
-    """As with a full /dev/shm: the worker's queue drops such a batch, and the reader would wait for ever."""
+@pytest.mark.parametrize("item", [Untransferable(), OfAKilledWorker()])
+def test_a_batch_that_cannot_be_handed_over_ends_the_reading(item):
+    """As with a full /dev/shm, where the reader would wait for ever, and with a worker that is killed as it sends one."""
     with pytest.raises(
         UserError,
         match=r"a loader worker was lost .*; if memory or /dev/shm is full, lower --workers",
     ):
-        list(read_batches(FullMemory(), list, num_workers=1))
+        list(read_batches(Batches(item), list, num_workers=1))
 
 
 def test_a_worker_is_silent_about_a_caller_that_ended_while_it_took_a_batch(capsys, monkeypatch):

@@ -26,7 +26,13 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from open_clip_zerovl.core.errors import UserError, printable
 from open_clip_zerovl.data.mixture import Mixture
 from open_clip_zerovl.data.sample_stream import BatchReport
-from open_clip_zerovl.data.workers import BufferPool, PooledBatch, stall_watchdog, worker_start
+from open_clip_zerovl.data.workers import (
+    BufferPool,
+    PooledBatch,
+    handed_over,
+    stall_watchdog,
+    worker_start,
+)
 
 # The least denominator of the share of lost samples within an epoch: one broken shard at its beginning must not end a run.
 JUDGED_SAMPLES = 100_000
@@ -272,6 +278,8 @@ class MixtureLoader:
         self._loader.worker_init_fn = worker_start()
         try:
             batches = iter(self._loader)
+            if self.workers:
+                batches = handed_over(batches)
             # At exit before the clean-ups of torch and multiprocessing, which would wait for workers that ignore their SIGTERM.
             atexit.unregister(self._end_workers)
             atexit.register(self._end_workers)

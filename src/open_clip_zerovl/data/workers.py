@@ -143,6 +143,22 @@ def stall_watchdog(items: Iterator[Item], sentence: Callable[[float, int], str])
         ended.set()
 
 
+def handed_over(batches: Iterator[Item]) -> Iterator[Item]:
+    """Yield the batches of worker processes, with torch's kind of error for one that dies while it hands a batch over.
+
+    Raises:
+        RuntimeError: a connection to a worker has ended. Errors within a worker come as their own type, "Caught ..." before.
+    """
+    try:
+        yield from batches
+    except (EOFError, ConnectionError, FileNotFoundError) as error:
+        if str(error).startswith("Caught "):
+            raise
+        raise RuntimeError(
+            f"DataLoader worker (pid unknown) ended while it handed over a batch: {type(error).__name__}"
+        ) from error
+
+
 class ItemSet(Dataset):
     """A dataset whose `read` may raise UserError, which then is the item. Subclasses define `read` and `__len__`."""
 
@@ -184,7 +200,7 @@ def read_batches(
     loader = DataLoader(
         dataset, collate_fn=_Collate(collate), worker_init_fn=worker_start(), **loader_options
     )
-    batches = iter(loader)
+    batches = handed_over(iter(loader)) if loader.num_workers else iter(loader)
     while True:
         try:
             batch = next(batches, None)
