@@ -489,7 +489,8 @@ def test_inputs_that_changed_at_the_same_size_are_refused_and_touched_ones_are_n
     other = content.replace(b"picture 0", b"drawing 0")
     changed.write_bytes(content[:-1] + b"x" if form is as_csv else other)
     os.utime(changed, ns=(5, 5))
-    with pytest.raises(UserError, match="was begun before the content of inputs changed"):
+    what = "pictures" if form is as_csv else "inputs"
+    with pytest.raises(UserError, match=f"was begun before the content of {what} changed"):
         packed(given)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from open_clip_zerovl.core import files as claim_module
 from open_clip_zerovl.core.errors import UserError
@@ -20,7 +23,8 @@ from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards import files as writing
 from support.hostile_server import hostile_server
-from support.pairs import as_csv, as_folder, make_pairs, picture, shards_of
+from support.pairs import Pair, as_csv, as_folder, make_pairs, shards_of
+from support.tars import encoded
 
 WORK = Work(threads=2, progress=False)
 SETTINGS = PackSettings(
@@ -141,19 +145,45 @@ def test_a_retry_that_is_killed_is_mended_by_any_call(packed, tmp_path, monkeypa
     assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole/out")
 
 
-def test_a_picture_that_changes_meanwhile_ends_the_call(packed, tmp_path, monkeypatch):
-    given = as_folder(tmp_path / "in", make_pairs(8))
-    original = packing.hold_out
+OPENED: Counter[str] = Counter()
+sys.addaudithook(lambda event, words: event == "open" and OPENED.update([str(words[0])]))
 
-    def changing(store, share):
-        (given / "a/000.png").write_bytes(picture(77))
-        original(store, share)
 
-    monkeypatch.setattr(packing, "hold_out", changing)
-    with pytest.raises(
-        UserError, match=r"a/000.png has changed since it was read: leave the inputs as they are"
-    ):
-        packed(given)
+@pytest.mark.parametrize("form", [as_folder, as_csv])
+def test_a_call_opens_each_picture_once_and_refuses_one_that_has_changed(
+    form, packed, tmp_path, monkeypatch
+):
+    """One of them is turned by EXIF; the calls are a first one, one after a kill, and one after the end."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(Image.new("RGB", (40, 20), "red"), "JPEG", exif=exif)
+    pairs = [Pair("a/0.jpg", turned, ["turned"], "x"), *make_pairs(20)]
+    given, settings = form(tmp_path / "in", pairs), {"test_share": 0.2, "shard_size": 4}
+    pictures = {str(tmp_path / "in" / pair.name): pair.content for pair in pairs}
+
+    def opened() -> list[int]:
+        counts = [OPENED[name] for name in pictures]
+        OPENED.clear()
+        return counts
+
+    OPENED.clear()
+    with monkeypatch.context() as patch:
+        kill_in(patch, Collecting, "_take", 11)
+        with pytest.raises(Killed):
+            packed(given, **settings)
+    assert max(opened()) == 1
+    changed = next(iter(pictures))
+    Path(changed).write_bytes(encoded(Image.new("RGB", (40, 20), "blue"), "JPEG", exif=exif))
+    with pytest.raises(UserError, match=r"out was begun before .*a/0\.jpg changed; repeat"):
+        packed(given, **settings)
+    Path(changed).write_bytes(pictures[changed])
+    OPENED.clear()
+    for _ in range(2):
+        assert packed(given, **settings)["sizes"]["turned"] == 1
+        assert opened() == [1] * len(pictures)
+    assert packed(given, out="whole/out", **settings)["pictures"] == 21
+    assert opened() == [1] * len(pictures)
+    assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole/out")
 
 
 def test_threads_do_not_change_the_bytes(undisturbed, tmp_path):

@@ -1,34 +1,36 @@
-"""Rows and pictures into the store: each place is read once, its picture decoded, hashed, and made smaller where asked.
+"""Rows and pictures into the store: each picture is read once, decoded, hashed, and made smaller where asked.
 
-Pictures are numbered as they come, and each 2,000 share a spool (`.pack/00012.spool`), which is kept until the shards are
-written: a call that continues after a kill takes them from there. A spool holds a picture's bytes if they are not those of a
-local file that can be read again. Threads fetch and encode, the calling thread reads rows and writes.
+Pictures are numbered as they come, and each 2,000 share a spool (`.pack/00012.spool`), in which their bytes stay until the
+shards are written: shards and the report are made from there, and a call that continues after a kill takes them from there
+unless their files have changed. Threads fetch and encode, the calling thread reads rows and writes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import queue
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import digest_of
+from open_clip_zerovl.core.files import ADVICE, file_digests
 from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.columns import texts_of
 from open_clip_zerovl.prepare.pictures import Downloader, Failure, Picture, encode_picture
-from open_clip_zerovl.prepare.rows import ADDRESS, Reader, Row, SourceNames, is_utf8
+from open_clip_zerovl.prepare.rows import Reader, Row, SourceNames, is_address, is_utf8
 from open_clip_zerovl.prepare.settings import Encoding, Limits, Work
 from open_clip_zerovl.prepare.store import PairDatabase, RowOutcome, Stored
+from open_clip_zerovl.shards.pictures import LARGEST_PICTURE_BYTES
 
 
 class Spool:
@@ -49,16 +51,15 @@ class Spool:
         self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
         self._recover()
 
-    def add(
-        self, row: int, extension: str, content: bytes, about: Mapping[str, Any] | None = None
-    ) -> None:
+    def add(self, row: int, extension: str, content: bytes, about: Mapping[str, Any]) -> None:
         """Keep the picture of a row, and further facts about it (values of JSON)."""
         head = {"row": row, "extension": extension, "size": len(content)}
-        self._append({**head, "about": dict(about)} if about else head, content)
+        self._append({**head, "about": dict(about)}, content)
 
-    def fail(self, row: int, reason: str, *, transient: bool) -> None:
+    def fail(self, row: int, reason: str, *, transient: bool, about: Mapping[str, Any]) -> None:
         """Keep why a row has no picture."""
-        self._append({"row": row, "reason": reason, "transient": transient}, b"")
+        head = {"row": row, "reason": reason, "transient": transient}
+        self._append({**head, "about": dict(about)}, b"")
 
     def forget_transient(self) -> None:
         """Treat rows with a transient failure as not tried. The last record of a row counts."""
@@ -106,6 +107,9 @@ class Spool:
 
 
 PICTURES_A_SPOOL = 2_000
+UNREADABLE_FILE = ""  # in place of a hash
+#: A picture, why there is none, an error that ends the call, or None for one that is in its spool.
+Result = Picture | BaseException | None
 
 
 class Collecting:
@@ -140,7 +144,7 @@ class Collecting:
         self.work = work
         self.downloader = Downloader(limits)
         self.pool = ThreadPoolExecutor(work.threads, thread_name_prefix="picture")
-        self.results: queue.SimpleQueue[tuple[Spool, int, Picture | BaseException]] = (
+        self.results: queue.SimpleQueue[tuple[Spool, int, Result, dict[str, Any]]] = (
             queue.SimpleQueue()
         )
         self.in_flight = 0
@@ -161,9 +165,8 @@ class Collecting:
     def run(self) -> None:
         """Read all rows, get all pictures."""
         try:
-            for number, reader in enumerate(self.readers):
-                for row in reader.rows():
-                    self._add(number, row)
+            for judged in judged_rows(self.readers, self.names):
+                self._add(*judged)
             self._end()
             while self.in_flight:
                 self._take()
@@ -174,10 +177,9 @@ class Collecting:
             self._show(last=True)
             self.bar.close()
 
-    def _add(self, input: int, row: Row) -> None:
-        captions, problem = ([], row.refused) if row.refused else texts_of(row.captions)
-        source, unnamed = self.names[input].of(row.source)
-        reason = problem or unnamed or ("" if row.place else "no picture named")
+    def _add(
+        self, input: int, row: Row, source: str | None, captions: list[str], reason: str
+    ) -> None:
         number, new = None, False
         if not reason:
             number, new = self.store.number_of(
@@ -190,20 +192,21 @@ class Collecting:
         self.store.add_row(input, row, source, number, captions, reason)
 
     def _submit(self, number: int, input: int, row: Row) -> None:
-        """Fetch a picture unless its spool has it, and wait while enough are under way."""
+        """Read a picture, or the file of one that its spool has, and wait while enough are under way."""
         index, place = divmod(number, PICTURES_A_SPOOL)
         if self.last is None or self.last.number != index:
             self._end()
             self.last = self._begin(index)
         spool = self.last
-        if place in spool.outcomes:
+        known = spool.outcomes.get(place)
+        if known is not None and not self._has_file(input, row):
             return
         # Enough rows to keep the threads busy, and few enough that pictures do not pile up while they are written.
         while self.in_flight >= 4 * self.work.threads:
             self._take()
         self.in_flight += 1
         spool.open_rows += 1
-        self.pool.submit(self._fetch, spool, place, input, row)
+        self.pool.submit(self._fetch, spool, place, input, row, known)
 
     def _begin(self, index: int) -> Spool:
         """Open a spool, and count the rows that it holds from an earlier call."""
@@ -224,16 +227,16 @@ class Collecting:
 
     def _take(self) -> None:
         """Wait for one result and put it into its spool, which is finished with its last row."""
-        spool, number, result = self.results.get()
+        spool, number, result, about = self.results.get()
         self.in_flight -= 1
         spool.open_rows -= 1
         if isinstance(result, Failure):
-            spool.fail(number, result.reason, transient=result.transient)
+            spool.fail(number, result.reason, transient=result.transient, about=about)
             self._count(failures={result.reason: 1}, rows=1)
         elif isinstance(result, BaseException):
             raise result
-        else:
-            spool.add(number, *result)
+        elif result is not None:
+            spool.add(number, result.extension, result.content, {**result.about, **about})
             self._count(pairs=1, rows=1)
         if spool.submitted and spool.open_rows == 0:
             self._finish(spool)
@@ -260,89 +263,97 @@ class Collecting:
             words = f"{self.pairs:,} read" + (f"; {lost}" if lost else "")
             self.bar.set_postfix_str(words, refresh=last)
 
-    def _fetch(self, spool: Spool, number: int, input: int, row: Row) -> None:
-        """Put the picture of a row into the queue, or an error, which the calling thread raises unless it is a Failure."""
-        try:
-            self.results.put((spool, number, self._picture(input, row)))
-        except BaseException as error:
-            self.results.put((spool, number, error))
+    def _fetch(
+        self, spool: Spool, number: int, input: int, row: Row, known: RowOutcome | None
+    ) -> None:
+        """Put the picture of a row into the queue, or an error, which the calling thread raises unless it is a Failure.
 
-    def _picture(self, input: int, row: Row) -> Picture:
+        Args:
+            known: the row's outcome in the spool. Its file is then only compared, and None put.
+        """
+        about: dict[str, Any] = {}
+        result: Result = None
         for attempt in itertools.count(1):
             try:
-                return self._encoded(input, row)
-            except Failure as failure:
-                if not failure.transient or attempt >= self.work.attempts:
-                    raise
+                content = self._bytes(input, row, about)
+                if known is None:
+                    result = self._encoded(content, row)
+            except BaseException as error:
+                result = error
+            passing = isinstance(result, Failure) and result.transient
+            if not passing or attempt >= self.work.attempts:
+                break
             time.sleep(self.work.backoff_seconds * 2 ** (attempt - 1))
-        raise AssertionError("unreachable")
+        if known is not None and (result is None or isinstance(result, Failure)):
+            result = None
+            if about["sum"] != known.about["sum"]:
+                result = UserError(
+                    f"{self.folder.parent} was begun before {row.place} changed; {ADVICE}"
+                )
+        self.results.put((spool, number, result, about))
 
-    def _encoded(self, input: int, row: Row) -> Picture:
-        local = row.content is None and not is_address(row.place)
+    def _bytes(self, input: int, row: Row, about: dict[str, Any]) -> bytes:
+        """Read the bytes of a row's picture, and note a hash of them in `about` if they are those of a file."""
         if row.content is not None:
-            content = row.content
-        elif local:
-            content = self._local(input, row.place)
-        else:
-            content = self.downloader(row.place)
-        held_out = split_of_word(row.split) in ("val", "test")
-        encoding = replace(self.encoding, shorter_side_px=None) if held_out else self.encoding
-        stored = encode_picture(content, encoding, hashed=True)
-        about = {**stored.about, "bytes": len(stored.content), "sum": sum_of(stored.content)}
-        again = local and stored.content is content  # it can be read again from its file
-        return Picture(stored.extension, b"" if again else stored.content, about)
-
-    def _local(self, input: int, place: str) -> bytes:
+            return row.content
+        if is_address(row.place):
+            return self.downloader(row.place)
+        if self._has_file(input, row):
+            about["sum"] = UNREADABLE_FILE
         try:
-            return self.readers[input].obtain(place)
+            content = self.readers[input].obtain(row.place)
         except Failure as failure:
-            if failure.reason == "picture missing" and not is_utf8(place):
+            if failure.reason == "picture missing" and not is_utf8(row.place):
                 raise Failure("path not UTF-8") from failure
             raise
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The bytes of samples: `contents(sample)` takes them from their spool, or from their input."""
-
-    readers: Sequence[Reader]
-    folder: Path
-
-    def __call__(self, sample: Stored) -> bytes:
-        """Read the bytes of a picture as it is stored.
-
-        Raises:
-            UserError: the input has changed since it was read.
-        """
-        if sample.size:
-            with open(spool_path(self.folder, sample.number // PICTURES_A_SPOOL), "rb") as file:
-                file.seek(sample.offset)
-                content = file.read(sample.size)
-        else:
-            try:
-                content = self.readers[sample.input].obtain(sample.place)
-            except Failure as failure:
-                raise UserError(
-                    f"{sample.place} was read and is gone now ({failure.reason}): {_AGAIN}"
-                ) from failure
-        if sum_of(content) != sample.sum:
-            raise UserError(
-                f"{sample.place or 'a picture'} has changed since it was read: {_AGAIN}"
-            )
+        if self._has_file(input, row):
+            about["sum"] = hashlib.sha256(content).hexdigest()
         return content
 
+    def _encoded(self, content: bytes, row: Row) -> Picture:
+        held_out = split_of_word(row.split) in ("val", "test")
+        encoding = replace(self.encoding, shorter_side_px=None) if held_out else self.encoding
+        return encode_picture(content, encoding, hashed=True)
 
-_AGAIN = "leave the inputs as they are while they are packed, remove the folder given with --out, and call it again"
+    def _has_file(self, input: int, row: Row) -> bool:
+        return has_file(self.readers[input], row)
 
 
-def sum_of(content: bytes) -> str:
-    """Hash a picture's bytes."""
-    return digest_of(content)
+def judged_rows(
+    readers: Sequence[Reader], names: Sequence[SourceNames]
+) -> Iterator[tuple[int, Row, str | None, list[str], str]]:
+    """Yield (number of the input, row, source, captions, why the row is refused) of each row; "" for one that is not."""
+    for input, reader in enumerate(readers):
+        for row in reader.rows():
+            captions, problem = ([], row.refused) if row.refused else texts_of(row.captions)
+            source, unnamed = names[input].of(row.source)
+            reason = problem or unnamed or ("" if row.place else "no picture named")
+            yield input, row, source, captions, reason
 
 
-def is_address(place: str) -> bool:
-    """Return whether a picture is fetched from the web."""
-    return place.lower().startswith(ADDRESS)
+def has_file(reader: Reader, row: Row) -> bool:
+    """Return whether the picture of a row is a file of its own on this disk."""
+    return reader.names_pictures and row.content is None and not is_address(row.place)
+
+
+def sums_of_files(readers: Sequence[Reader], names: Sequence[SourceNames]) -> list[str]:
+    """Hash the files of pictures as they are now, in the order and form of `PairDatabase.sums`."""
+    rows = judged_rows(readers, names)
+    places = dict.fromkeys(
+        row.place for input, row, *_, reason in rows if not reason and has_file(readers[input], row)
+    )
+    digests = file_digests(places)
+    for place, digest in digests.items():
+        if digest is None or os.path.getsize(place) > LARGEST_PICTURE_BYTES:
+            digests[place] = UNREADABLE_FILE
+    return [str(digests[place]) for place in places]
+
+
+def spooled(folder: Path, sample: Stored) -> bytes:
+    """Read the bytes of a sample's picture from their spool."""
+    with open(spool_path(folder, sample.number // PICTURES_A_SPOOL), "rb") as file:
+        file.seek(sample.offset)
+        return file.read(sample.size)
 
 
 def spool_path(folder: Path, number: int) -> Path:

@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 from open_clip_zerovl.core.errors import UserError, nearest
 from open_clip_zerovl.data.splits import split_column
-from open_clip_zerovl.prepare.rows import ADDRESS, Places, Reader, Row, public_name, word_of
+from open_clip_zerovl.prepare.rows import Places, Reader, Row, is_address, public_name, word_of
 from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
 from open_clip_zerovl.shards.texts import (
@@ -376,4 +376,4 @@ def names_of(records: Iterable[Any]) -> list[str]:
 def names_a_picture(field: str) -> bool:
     """Return whether a field is an address or the name of a picture's file."""
     field = re.sub(r"#\d+$", "", field.strip().lower())  # Flickr30K's captions
-    return field.startswith(ADDRESS) or field.endswith(tuple(PICTURE_SUFFIXES))
+    return is_address(field) or field.endswith(tuple(PICTURE_SUFFIXES))

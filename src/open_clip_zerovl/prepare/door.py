@@ -25,11 +25,10 @@ from open_clip_zerovl.core.files import digest_of, lock_file, locked, user_cache
 from open_clip_zerovl.data.components import expand_shards, kind_of
 from open_clip_zerovl.data.names import NAME
 from open_clip_zerovl.data.sets import parse_retrieval_data
-from open_clip_zerovl.prepare.collect import is_address
 from open_clip_zerovl.prepare.columned import KarpathyReader
 from open_clip_zerovl.prepare.inputs import ENDINGS, fetched, form_of, open_input
 from open_clip_zerovl.prepare.pack import FORMAT, REPORT_FILE, content_of_input, pack
-from open_clip_zerovl.prepare.rows import Reader
+from open_clip_zerovl.prepare.rows import Reader, is_address
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 

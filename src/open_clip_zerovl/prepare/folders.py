@@ -125,6 +125,7 @@ class FolderReader(SampleReader):
     """Pictures with texts beside them, in a folder and the folders below it."""
 
     form = "folder"
+    names_pictures = True
 
     def __init__(self, path: Path, wanted: Columns) -> None:
         self.path, self.wanted = path, wanted
@@ -139,7 +140,7 @@ class FolderReader(SampleReader):
         require_pictures(path, self.pictures, self.notes)
         names = (str(picture.relative_to(path)) for picture in self.pictures)
         self.splits = FolderSplits(names, split_above(path))
-        self.files = [*self.pictures, *map(Path, sorted(self.texts))]
+        self.files = list(map(Path, sorted(self.texts)))
         if not self.texts:
             first = str(self.pictures[0].relative_to(path))
             raise UserError(
@@ -182,14 +183,16 @@ class ClassReader(Reader):
     """
 
     form = "folders of classes"
+    names_pictures = True
 
     def __init__(self, path: Path, wanted: Columns, templates: Sequence[str] | None) -> None:
         self.path, self.templates = path, ClassTemplates(templates)
         self.classes = self.templates.zero_shot
         listed = list_pictures(path)
-        self.files = listed.pictures
-        require_pictures(path, self.files, notes_of({"": listed}))
-        names = [str(file.relative_to(path)) for file in self.files]
+        self.files = []
+        self.pictures = listed.pictures
+        require_pictures(path, self.pictures, notes_of({"": listed}))
+        names = [str(file.relative_to(path)) for file in self.pictures]
         self.splits = FolderSplits(names, split_above(path))
         levels = class_levels(self.splits(name)[0] for name in names)
         if levels is None:
@@ -203,7 +206,7 @@ class ClassReader(Reader):
                 f"{path} holds folders of classes and no column {wanted.source!r}: sort the pictures into SOURCE/CLASS/PICTURE "
                 f"(folders of splits are no sources) and give --source-column {FOLDER_COLUMN}, which makes each SOURCE a source"
             )
-        self.total = len(self.files)
+        self.total = len(self.pictures)
         labels = sorted({self._class(name) for name in names}, key=class_order)
         names_given = names_beside(path, labels)
         classes = class_words(labels, names_given, path, NAME_THEM, numbers=templates is not None)
@@ -220,7 +223,7 @@ class ClassReader(Reader):
             )
 
     def rows(self) -> Iterator[Row]:
-        for file in self.files:
+        for file in self.pictures:
             name = str(file.relative_to(self.path))
             inside, split = self.splits(name)
             label = self.words[self._class(name)]
@@ -230,8 +233,8 @@ class ClassReader(Reader):
 
     def _empty(self, path: Path) -> list[str]:
         """Name the folders at the level of classes that hold no picture."""
-        level = len(self.files[0].relative_to(path).parts) - 1
-        full = {str(file.parent) for file in self.files}
+        level = len(self.pictures[0].relative_to(path).parts) - 1
+        full = {str(file.parent) for file in self.pictures}
         folders = [Path(folder) for folder, _ in walk(path)]
         empty = [
             repr(folder.name)

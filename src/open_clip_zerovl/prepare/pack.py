@@ -22,7 +22,8 @@ import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from itertools import filterfalse, islice, starmap
+from functools import partial
+from itertools import islice, starmap
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -31,6 +32,7 @@ from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import (
+    ADVICE,
     CONTENT,
     check_writable,
     claim,
@@ -45,7 +47,7 @@ from open_clip_zerovl.core.files import (
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare import report as reports
-from open_clip_zerovl.prepare.collect import Collecting, Contents, is_address
+from open_clip_zerovl.prepare.collect import Collecting, spooled, sums_of_files
 from open_clip_zerovl.prepare.inputs import fetched, named_input, open_input
 from open_clip_zerovl.prepare.rows import Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.settings import Limits, PackSettings, Work
@@ -191,8 +193,9 @@ SCRATCH = ".pack"
 _LOCK = ".writer"
 
 #: Raised by one when the same inputs and settings give other shards than before.
-FORMAT = 7
+FORMAT = 8
 #: Settings on which the shards depend, but not the pictures that are read.
+PICTURES = f"{CONTENT}pictures"  # of pack.json, once they are read
 _LATE = ("test_share", "shard_size", "seed", "left_out")
 
 
@@ -232,7 +235,13 @@ def pack(
         raise UserError("--template needs a folder of classes (CLASS/PICTURE), and no input is one")
     _refuse_inside(out, readers)
     made_from = [
-        {"name": name, **_identity(reader, content)}
+        {
+            "name": name,
+            "input": reader.path.name,
+            "form": reader.form,
+            "files": len(reader.files) + len(reader.pictures),
+            "hash": content or digest_of(content_of_input(reader)),
+        }
         for (name, _), reader in zip(named, readers, strict=True)
     ]
     state = {
@@ -243,7 +252,17 @@ def pack(
     }
     scratch = out / SCRATCH
     retry = work.retry_failed and scratch.is_dir()
+    known: dict[str, str] = {}
+    sources = [
+        SourceNames(source_name(name or out.absolute().name), settings.columns.source, known)
+        for name, _ in named
+    ]
+    begun = read_claim(out / PACK_FILE) or {}
+    if PICTURES in begun:
+        state[PICTURES] = begun[PICTURES]
     if _begin(out, state) and not retry:
+        if state[PICTURES] != digest_of(sums_of_files(readers, sources)):
+            raise UserError(f"{out} was begun before the content of pictures changed; {ADVICE}")
         report = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
         if work.progress:
             print(f"{out} is complete: nothing was done. Its contents:")
@@ -251,11 +270,6 @@ def pack(
         return report
     if retry:
         (out / REPORT_FILE).unlink(missing_ok=True)
-    known: dict[str, str] = {}
-    sources = [
-        SourceNames(source_name(name or out.absolute().name), settings.columns.source, known)
-        for name, _ in named
-    ]
     busy = f"Another process is writing {out}: wait for it."
     with locked(scratch, name=_LOCK, busy=busy):
         for scratch_file in out.rglob(".*.part"):  # which a process that was killed has left
@@ -273,7 +287,7 @@ def pack(
                 )
                 collecting.run()
                 report = _finish(
-                    out, state, settings, store, readers, Contents(readers, scratch), work.progress
+                    out, state, settings, store, readers, partial(spooled, scratch), work.progress
                 )
         except (OSError, sqlite3.Error) as error:
             raise UserError(
@@ -295,7 +309,7 @@ def _finish(
     settings: PackSettings,
     store: PairDatabase,
     readers: Sequence[Reader],
-    contents: Contents,
+    contents: Callable[[Stored], bytes],
     progress: bool,
 ) -> dict[str, Any]:
     """Split, exclude, write the shards and the report."""
@@ -341,6 +355,8 @@ def _finish(
         reports.write_refused(store, out / "refused.csv")
         reports.write_origins(store, out / "origins.csv.gz")
         reports.write_report_page(out, report, store, contents)
+    state[PICTURES] = digest_of(store.sums())
+    write_atomically(out / PACK_FILE, json.dumps(state, indent=1) + "\n")
     write_atomically(out / REPORT_FILE, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return report
 
@@ -368,22 +384,12 @@ def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
             )
 
 
-def _identity(reader: Reader, known: str | None) -> dict[str, Any]:
-    """Name an input with the digest of its content."""
-    pictures = [] if known else filterfalse(is_address, reader.places_outside())
-    return {
-        "input": reader.path.name,
-        "form": reader.form,
-        "files": len(reader.files),
-        "hash": known or digest_of(content_of_input(reader, pictures)),
-    }
-
-
-def content_of_input(reader: Reader, pictures: Iterable[str]) -> list[str | None]:
-    """Name the files of an input, and digest them and the pictures that its rows name: a copy has the same content."""
+def content_of_input(reader: Reader, pictures: Iterable[str] = ()) -> list[str | None]:
+    """Name the files of an input, and digest those that rows are read from and some pictures: a copy has the same content."""
     files = [*map(str, reader.files), *pictures]
     digests = file_digests(files)
-    return [*map(reader.inside, reader.files), *(digests[file] for file in files)]
+    names = map(reader.inside, (*reader.files, *reader.pictures))
+    return [*names, *(digests[file] for file in files)]
 
 
 def _begin(out: Path, state: dict[str, Any]) -> bool:

@@ -477,7 +477,7 @@ def _repeated_pictures(store: PairDatabase) -> dict[str, Any]:
 
 def _sizes(store: PairDatabase) -> dict[str, Any]:
     cursor = store.db.execute(
-        "SELECT width, height, bytes, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
+        "SELECT width, height, size, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
         "WHERE dropped IS NULL) AS one ON pictures.number = one.picture"
     )
     # not fetchall: ten million tuples take gigabytes

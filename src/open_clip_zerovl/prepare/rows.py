@@ -22,6 +22,11 @@ from open_clip_zerovl.shards.pictures import LARGEST_PICTURE_BYTES, BadFile, rea
 ADDRESS = ("http://", "https://")
 
 
+def is_address(place: str) -> bool:
+    """Return whether a picture is fetched from the web."""
+    return place.lower().startswith(ADDRESS)
+
+
 class Row(NamedTuple):
     """One row of an input.
 
@@ -56,8 +61,9 @@ class Reader(ABC):
         path: the path of the input.
         form: its name in messages.
         columns: the columns that are read, in words. "" if there are none.
-        files: the files by whose names, sizes and times a changed input is detected.
-        names_pictures: whether rows name files of pictures that are not among `files`.
+        files: the files that rows are read from.
+        pictures: the files of pictures of a folder, each of them a row.
+        names_pictures: whether rows name pictures by paths or addresses, rather than places in `files`.
         total: number of rows. None if counting would take long.
         notes: oddities of rows that are read nevertheless, in words. Known once they are read.
         classes: templates for zero-shot classification. () if pictures have no classes.
@@ -69,6 +75,7 @@ class Reader(ABC):
     form: str
     columns: str = ""
     files: list[Path]
+    pictures: Sequence[Path] = ()
     names_pictures: bool = False
     total: int | None = None
     notes: Sequence[str] = ()
@@ -86,7 +93,8 @@ class Reader(ABC):
 
     def places_outside(self) -> Iterator[str]:
         """Iterate over the paths and addresses of the pictures that are not in the input itself."""
-        for row in self.rows() if self.names_pictures else ():
+        yield from map(str, self.pictures)
+        for row in self.rows() if self.names_pictures and not self.pictures else ():
             if row.content is not None:
                 return
             if row.place:
@@ -250,7 +258,7 @@ def class_caption(template: str, label: str) -> str:
 def public_name(name: str) -> str:
     """Name a picture as shards may show it: without the folders of an absolute path, or an address' user and query."""
     name = name.strip()
-    if name.lower().startswith(ADDRESS):
+    if is_address(name):
         return re.sub(r"^(\w+://)[^/]*@", r"\1", name.partition("?")[0])
     if PureWindowsPath(name).is_absolute():
         return PureWindowsPath(name).name
@@ -283,7 +291,7 @@ class Places:
     def place(self, name: str) -> str:
         """Make a path absolute, and leave an address as it is."""
         name = name.strip()
-        if name.lower().startswith(ADDRESS) or not name:
+        if is_address(name) or not name:
             return name
         name = name.removeprefix("file://")
         path = os.path.normpath(os.path.join(self.folder, os.path.expanduser(name)))
@@ -321,11 +329,7 @@ class Places:
             held.append(row)
             if row.refused or not row.place:
                 continue
-            if (
-                row.content is not None
-                or row.place.lower().startswith(ADDRESS)
-                or os.path.exists(row.place)
-            ):
+            if row.content is not None or is_address(row.place) or os.path.exists(row.place):
                 missing = []
                 break
             missing.append(row)

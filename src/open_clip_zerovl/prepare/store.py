@@ -57,7 +57,7 @@ CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, sourc
     split TEXT);
 CREATE TABLE captions (row INT, text TEXT);
 CREATE TABLE pictures (number INTEGER PRIMARY KEY, hash BLOB UNIQUE, input INT, place TEXT, name TEXT, key TEXT, extension TEXT,
-    offset INT, size INT, width INT, height INT, bytes INT, sum TEXT, turned INT, shrunk INT, whitened INT,
+    offset INT, size INT, width INT, height INT, sum TEXT, turned INT, shrunk INT, whitened INT,
     reason TEXT, transient INT);
 CREATE TABLE samples (source TEXT, key TEXT, position INT, picture INT, split TEXT, dropped TEXT);
 CREATE VIEW good AS SELECT rows.id AS row, rows.input, file, line, source, label, key, number, place, rows.split AS
@@ -74,7 +74,7 @@ CREATE INDEX pictures_by_key ON pictures (key);
 
 MOST_WORDS = 5  # that name no split, of an input
 
-_STORED = "samples.key, pictures.number, extension, offset, size, pictures.place, input, sum, name"
+_STORED = "samples.key, pictures.number, extension, offset, size, name"
 
 
 class Stored(NamedTuple):
@@ -83,9 +83,7 @@ class Stored(NamedTuple):
     Attributes:
         key: the key of the sample.
         number, extension: number and file ending of its picture.
-        offset, size: bytes of the picture in its spool. Size 0 if it is still in the input.
-        place, input: where it lies there, and the number of the input.
-        sum: hash of the bytes.
+        offset, size: bytes of the picture in its spool.
         name: the name of its file, as the input has it.
     """
 
@@ -94,9 +92,6 @@ class Stored(NamedTuple):
     extension: str
     offset: int
     size: int
-    place: str
-    input: int
-    sum: str
     name: str
 
 
@@ -167,7 +162,7 @@ class PairDatabase:
 
     def add_outcomes(self, first: int, outcomes: Mapping[int, RowOutcome]) -> None:
         """Keep the outcomes of pictures, whose numbers are counted from `first`."""
-        about = ("key", "width", "height", "bytes", "sum", "turned", "shrunk", "whitened")
+        about = ("key", "width", "height", "sum", "turned", "shrunk", "whitened")
         self.db.executemany(
             f"UPDATE pictures SET {', '.join(f'{name}=?' for name in about)}, extension=?, offset=?, size=?, reason=?, "
             "transient=? WHERE number=?",
@@ -210,6 +205,11 @@ class PairDatabase:
             "UPDATE samples SET split = 'test' WHERE split = 'val' AND source NOT IN "
             "(SELECT source FROM samples WHERE split = 'test')"
         )
+
+    def sums(self) -> list[str]:
+        """List the hashes of pictures that are files, in the order of the rows."""
+        sums = self.db.execute("SELECT sum FROM pictures WHERE sum IS NOT NULL ORDER BY number")
+        return [each for (each,) in sums]
 
     def sources(self) -> list[str]:
         """Name the sources that have samples, in order."""
