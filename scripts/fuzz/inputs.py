@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from open_clip_zerovl.sampling.schedule import Batching
-from training.resume import Position, entry_of
+from training.checkpointing import Position, entry_of
 
 Draw = Callable[[Any], Any]
 MODEL = {

@@ -38,7 +38,7 @@ from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.texts import find_member
 from scripts.fuzz import inputs
-from training import checkpointing, resume
+from training import checkpointing
 
 BAD_SAMPLE = "bad sample"
 Reader = Callable[[Path], "str | None"]
@@ -135,14 +135,14 @@ def resuming(folder: Path) -> None:
     checkpointing.newest_whole(str(path.parent))
     if checkpointing.is_archive(path) and (damage := checkpointing.damage_of(path)) is not None:
         raise UserError(f"the file {damage}")
-    content = resume.load_checkpoint(str(path), "cpu")
+    content = checkpointing.load_checkpoint(str(path), "cpu")
     with reading(path):
         inputs.model().load_state_dict(content.get("state_dict", content))
         if "optimizer" in content:
             torch.optim.AdamW(inputs.model().parameters()).load_state_dict(content["optimizer"])
-        position = resume.read_position(content)
+        position = checkpointing.read_position(content)
     if position is not None:
-        now = resume.Position(1, 0, Batching(24, 1, 1, 2), "a (100)", order={"--seed": 0})
+        now = checkpointing.Position(1, 0, Batching(24, 1, 1, 2), "a (100)", order={"--seed": 0})
         position.start_step(now)
         position.graphs_for(now)
 

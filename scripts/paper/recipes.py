@@ -26,7 +26,7 @@ from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import CPU_MICRO_BATCH, gpu_memories, training_command
-from open_clip_zerovl.recipe.arguments import Settings, as_arguments, parse_settings
+from open_clip_zerovl.recipe.flags import Settings, as_arguments, parse_settings
 from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
 
 USABLE_SHARE = 0.83  # of a GPU's memory, for graphs and all else of a step

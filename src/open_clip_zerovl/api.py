@@ -47,7 +47,7 @@ from open_clip_zerovl.prepare.settings import (
     PackWork,
     Work,
 )
-from open_clip_zerovl.recipe.arguments import REPEATED, parse_settings, settings_of
+from open_clip_zerovl.recipe.flags import REPEATED, parse_settings, settings_of
 from open_clip_zerovl.report.tables import Scores
 from open_clip_zerovl.results import Aligned, Hits, Packed, Run, Tuned
 from open_clip_zerovl.trial.flags import TrialFlags

@@ -1,8 +1,10 @@
-"""Step checkpoints: writing, deleting old ones, finding the newest; and one process at a time in a run's folder.
+"""Step checkpoints: writing, deleting old ones, finding the newest, resuming; and one process at a time in a run's folder.
 
 A checkpoint of step i of epoch e is an open_clip checkpoint (`epoch`, `state_dict`, `optimizer`, `scaler`) with one more
-entry, `zerovl`: the `resume.Position` at which it was taken. It holds no generator's state: a step's random numbers follow from
+entry, `zerovl`: the `Position` at which it was taken. It holds no generator's state: a step's random numbers follow from
 (seed, step, rank), see `randomness`, the data's from (seed, epoch, source, position).
+
+A resume loads a checkpoint, or refuses it, before open_clip's main loads the optimizer's state.
 """
 
 from __future__ import annotations
@@ -12,18 +14,35 @@ import logging
 import os
 import re
 import subprocess
+import sys
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 
+from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY, tower_difference
+from open_clip_zerovl.checkpoints.weights import load_pickled, require_finite_weights
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import UNREADABLE, free_space, lock_file, save_atomically
-from training.resume import Position, entry_of
+from open_clip_zerovl.core.files import (
+    UNREADABLE,
+    digest_of,
+    free_space,
+    lock_file,
+    reading,
+    save_atomically,
+)
+from open_clip_zerovl.core.randomness import STREAMS_VERSION
+from open_clip_zerovl.data.sources import Source
+from open_clip_zerovl.dga.retain import Decision
+from open_clip_zerovl.recipe.optimizer import parameter_groups
+from open_clip_zerovl.sampling.schedule import Batching
 
 _NAME = re.compile(r"(?:epoch_(?P<done>\d+)|step_(?P<epoch>\d+)_(?P<step>\d+))\.pt")
 # of `save_atomically`, and of open_clip's --save-most-recent
@@ -244,3 +263,335 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
         )
         return os.open(file, os.O_RDONLY)
     return held
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Resuming
+# ---------------------------------------------------------------------------------------------------------------------
+
+FORMAT = STREAMS_VERSION  # of the entry `zerovl` in a checkpoint
+PREFIX = "module."  # DDP's, of every name
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The position
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def described(sources: Sequence[Source]) -> str:
+    """Name sources with their numbers of samples, and those that were packed with a digest of what they were packed from."""
+    parts = []
+    for source in sources:
+        packed = source.pack_file
+        of = "" if packed is None else f", packed {digest_of(packed.read_bytes())[:12]}"
+        parts.append(f"{source.name} ({source.num_samples}{of})")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position at which a checkpoint was taken: `step` optimizer steps of epoch `epoch` are done.
+
+    Attributes:
+        batching: how the run divides its effective batches; a rank without loader processes counts as one worker.
+        sources: as `described` names them, "" for open_clip's own pipeline.
+        order: flag -> value, of flags that decide the order of samples.
+        retained: how many graphs `--dga-retain auto` keeps (`dga.retain.Decision`); empty if it has not decided.
+    """
+
+    epoch: int
+    step: int
+    batching: Batching
+    sources: str = ""
+    order: Mapping[str, Any] = field(default_factory=dict)
+    retained: Mapping[str, float] = field(default_factory=dict)
+
+    def graphs_for(self, now: Position) -> Decision | None:
+        """Return the decision of `--dga-retain auto`.
+
+        Returns:
+            None if the split of the batch is not that of `now`.
+        """
+        same = replace(self.batching, workers=1) == replace(now.batching, workers=1)
+        return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
+
+    def start_step(self, now: Position, steps: int = sys.maxsize) -> int:
+        """Find the step at which a run with the batching of `now` continues.
+
+        The log names approximations.
+
+        Args:
+            steps: number of steps of the epoch, as `now` divides it. With a larger effective batch, or less data, it
+                may end before this
+                position: the run then continues with the next epoch.
+
+        Raises:
+            UserError: the position is in the middle of an epoch whose samples `now` would show in another order.
+        """
+        changed = [
+            (flag, _value(self.order.get(flag)), _value(value))
+            for flag, value in sorted(now.order.items())
+            if self.order.get(flag) != value
+        ]
+        if self.step == 0:
+            self._warn_of_changes(now, changed)
+            return 0
+        if self.sources and self.sources != now.sources:
+            logging.warning(
+                f"Step {self.step} of epoch {self.epoch} was taken on the sources {self.sources}, and this run has "
+                f"{now.sources or 'sources without names'}. The rest of this epoch continues at that step of the new sources; "
+                "from the next epoch on each sample is seen once. For a whole first epoch, start a new run with --init-from."
+            )
+        elif changed:
+            flag, before, value = changed[0]
+            raise UserError(
+                f"the checkpoint was taken in the middle of epoch {self.epoch} with {flag} {before}, and this run has {value}: "
+                f"the remaining batches would contain different samples; give {flag} as before, resume from an epoch's end, or "
+                "start a new run with --init-from"
+            )
+        step = min(self.step * self.batching.effective_batch // now.batching.effective_batch, steps)
+        if self.batching != now.batching:
+            logging.warning(
+                f"Resuming step {self.step} of epoch {self.epoch} ({_shown(self.batching)}) as step {step} "
+                f"({_shown(now.batching)}). The sample count continues. The samples of the rest of this epoch are approximate, "
+                "since other readers divide the shards: some samples come twice, and as many are skipped. From the next epoch "
+                "on each sample comes once again. For an exact rest of the epoch give the batch, the ranks and the workers of "
+                "the first bracket."
+            )
+        return step
+
+    def _warn_of_changes(self, now: Position, order: list[tuple[str, str, str]]) -> None:
+        """Warn of settings that differ in `now`, which a new epoch allows."""
+        before, after = self.batching.effective_batch, now.batching.effective_batch
+        changed = [f"an effective batch of {after} after {before}"] * (before != after)
+        if self.sources and self.sources != now.sources:
+            changed.append(f"the sources {now.sources or 'without names'} after {self.sources}")
+        changed += [f"{flag} {value} after {before}" for flag, before, value in order]
+        if changed:
+            logging.warning(
+                f"Resuming at the start of epoch {self.epoch} with other settings than before: {'; '.join(changed)}. The "
+                "learning rate follows the schedule of this run's steps."
+            )
+
+
+def _value(value: Any) -> str:
+    return (
+        "left out" if value is None or value is False else "given" if value is True else str(value)
+    )
+
+
+def _shown(batching: Batching) -> str:
+    split = f"{batching.micro_batch} x {batching.dga_steps} x {batching.world_size}"
+    return f"effective batch {batching.effective_batch} = {split}, {batching.world_size} ranks x {batching.workers} workers"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Its entry in a checkpoint
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def entry_of(position: Position) -> dict[str, Any]:
+    """Make the checkpoint's entry `zerovl` for a position, of plain containers.
+
+    `read_position` reads it.
+    """
+    values = {
+        each.name: getattr(position, each.name)
+        for each in fields(Position)
+        if each.name != "batching"
+    }
+    return {"format": FORMAT, **values, **asdict(position.batching)}
+
+
+def read_position(checkpoint: dict) -> Position | None:
+    """Read the position of a checkpoint.
+
+    Returns:
+        None for one of open_clip's own, which is from an epoch's end.
+
+    Raises:
+        UserError: another format.
+        LookupError, TypeError: an entry that is not a position.
+    """
+    entry = dict(checkpoint.get("zerovl") or {})
+    if not entry:
+        return None
+    written = entry.pop("format", FORMAT)
+    if written != FORMAT:
+        raise UserError(
+            f"the checkpoint has format {_value(written)}, and this release reads {FORMAT}; resume with the one that wrote it, "
+            "or start a new run from its weights with --init-from"
+        )
+    batching = Batching(**{each.name: index(entry.pop(each.name)) for each in fields(Batching)})
+    entry |= {name: index(entry[name]) for name in ("epoch", "step")}
+    entry |= {name: dict(entry.get(name, {})) for name in ("order", "retained")}
+    return Position(batching=batching, **entry)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The settings of the command line: a resume takes them, but for the start
+# ---------------------------------------------------------------------------------------------------------------------
+
+SETTINGS_ENTRY = "zerovl_settings"
+_OF_SCHEDULE = (
+    "lr", "epochs", "warmup", "warmup_share", "lr_min", "lr_scheduler", "epochs_cooldown", "lr_cooldown_end",
+    "lr_cooldown_power", "skip_scheduler",
+)  # fmt: skip
+_OF_START = ("pretrained", "pretrained_image", "init_from", "init_image", "init_text")
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, str]:
+    """Collect the settings of a schedule and of a start, in words."""
+    return {name: str(getattr(args, name, None)) for name in (*_OF_SCHEDULE, *_OF_START)}
+
+
+def warn_of_settings(checkpoint: Mapping[str, Any], now: Mapping[str, str]) -> None:
+    """Warn of a schedule or a start that is not the checkpoint's, with what happens."""
+    before = checkpoint.get(SETTINGS_ENTRY, now)
+    changed = [name for name in now if before.get(name) != now[name]]
+    words = {name: f"--{name.replace('_', '-')}" for name in changed}
+    if schedule := [
+        f"{words[n]} {now[n]} after {before.get(n)}" for n in changed if n in _OF_SCHEDULE
+    ]:
+        logging.warning(
+            f"The learning rate follows this command line from here on: {', '.join(schedule)}."
+        )
+    if start := [words[name] for name in changed if name in _OF_START]:
+        logging.warning(f"{', '.join(start)}: no effect, since the weights are the checkpoint's.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The checkpoint
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def keep_settings(optimizer: torch.optim.Optimizer, *, taken: bool) -> torch.optim.Optimizer:
+    """Keep an optimizer's own settings when it loads a checkpoint's state, whose settings torch takes without a word.
+
+    Args:
+        taken: False: the checkpoint's settings hold, as in open_clip's own program. Either way changes are logged.
+
+    Returns:
+        The optimizer.
+    """
+    compared = ("weight_decay", "betas", "eps", "rate_scale")
+    here: list[dict[str, Any]] = [
+        {name: group[name] for name in ("lr", "part", *compared) if name in group}
+        for group in optimizer.param_groups
+    ]
+
+    def restore(optimizer: torch.optim.Optimizer) -> None:
+        changed: dict[str, str] = {}
+        for group, settings in zip(optimizer.param_groups, here, strict=True):
+            for name in settings.keys() & {*compared}:
+                now, before = settings[name], group.get(name)
+                if now != before:
+                    changed[name] = (
+                        f"{name} {now} after {before}"
+                        if taken
+                        else f"{name} {before}, and not {now}"
+                    )
+            if taken:
+                group.update(settings)
+        if changed:
+            how = "takes" if taken else "keeps the checkpoint's"
+            logging.warning(f"The resumed optimizer {how} {', '.join(sorted(changed.values()))}.")
+
+    optimizer.register_load_state_dict_post_hook(restore)
+    return optimizer
+
+
+def load_checkpoint(file_path: str, map_location: Any = None) -> dict:
+    """Load a training or bare checkpoint for `--resume`.
+
+    Torch compares its tensors with the model's when main loads them.
+
+    Names are returned without `module.`, so that a single-process checkpoint resumes under DDP and the other way round
+    (open_clip 3.3 fails on the prefix). Only tensors and plain containers are loaded; a file that would run code is refused.
+
+    Raises:
+        UserError: an unreadable file.
+    """
+    with reading(file_path, "give a checkpoint that training wrote"):
+        with fsspec.open(file_path, "rb") as file:
+            checkpoint = load_pickled(file, map_location=map_location)
+        state = checkpoint.get("state_dict", checkpoint)
+        state = {name.removeprefix(PREFIX): value for name, value in state.items()}
+        if "state_dict" not in checkpoint:
+            return state
+        return {**checkpoint, "state_dict": state}
+
+
+def of_this_line(state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Convert the state of an optimizer of open_clip 3.3 to the groups of this one.
+
+    Any other state stays as it is.
+
+    open_clip 4 spares more parameters from weight decay, so that its groups have other sizes. Each parameter keeps its moments
+    and gets the weight decay that this release has for it.
+    """
+    groups_3 = parameter_groups(model, 0.0)
+    saved, here, of_3 = (
+        [len(group["params"]) for group in groups]
+        for groups in (state["param_groups"], optimizer.param_groups, groups_3)
+    )
+    saved_parameters, parameters_here = (
+        [p for group in groups for p in group["params"]]
+        for groups in (groups_3, optimizer.param_groups)
+    )
+    if (
+        saved == here
+        or saved != of_3
+        or {id(p) for p in saved_parameters} != {id(p) for p in parameters_here}
+    ):
+        return state
+    logging.info(
+        "The optimizer's state comes from open_clip 3.3, whose parameter groups differ: each parameter keeps its moments "
+        "and gets this release's weight decay."
+    )
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    moments = {
+        id(p): state["state"][n]
+        for p, n in zip(saved_parameters, numbers, strict=True)
+        if n in state["state"]
+    }
+    return {
+        "state": {
+            number: moments[id(p)] for number, p in enumerate(parameters_here) if id(p) in moments
+        },
+        "param_groups": optimizer.state_dict()["param_groups"],
+    }
+
+
+def require_same_function(checkpoint: dict, model_cfg: Mapping[str, Any] | None, path: str) -> None:
+    """Refuse a checkpoint's config that computes another function than this run's with tensors of the same shapes.
+
+    Args:
+        model_cfg: this run's; None if it is not known.
+    """
+    saved = checkpoint.get(MODEL_ENTRY)
+    if model_cfg is None or not isinstance(saved, dict):
+        return
+    for tower in ("image", "text"):
+        if (difference := tower_difference(saved, model_cfg, tower)) is not None:
+            key, there, here = difference
+            raise UserError(
+                f"--resume {path} was trained with {key} {there}, and this run's model has {here}, which changes no "
+                "shape, but what the weights compute; give the model as it was, or start a new run with --init-from"
+            )
+
+
+def require_finite(checkpoint: dict, model: torch.nn.Module, path: str) -> None:
+    """Refuse weights of a checkpoint, or moments of its optimizer, that are not finite numbers.
+
+    Args:
+        checkpoint: with bare names; of a training, or weights alone.
+    """
+    weights = checkpoint.get("state_dict", checkpoint)
+    require_finite_weights(weights, dict(model.named_parameters()), path)
+    moments = {
+        f"{name} of the optimizer's parameter {number}": value
+        for number, state in checkpoint.get("optimizer", {}).get("state", {}).items()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    require_finite_weights(moments, moments, path)

@@ -27,7 +27,7 @@ from open_clip_train.train import AverageMeter
 import open_clip_zerovl
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.data.sources import Source
-from open_clip_zerovl.losses.problem import Report
+from open_clip_zerovl.losses.contrastive import Report
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.run import (
     PAGE,

@@ -35,12 +35,12 @@ from open_clip_zerovl.models.configs import no_code_from_data
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.gpu import compile_blocks
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from training import checkpointing, data, model, resume, stopping
-from training.hooks import check_host, replaced
+from open_clip_zerovl.recipe.towers import lora_entry
+from training import checkpointing, data, model, stopping
+from training.hooks import HostLine, check_host, replaced
 from training.log import RunLog, close_logs_in, early_handler, shorten
 from training.params import require_new_name
-from training.plan import Planned
-from training.train import Trainer, create_loss, require_finite
+from training.train import Planned, Trainer, create_loss, require_finite
 
 
 def train(args: argparse.Namespace, config: AllFlags) -> int:
@@ -54,7 +54,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
     early, run = early_handler(), None
     try:
         line = check_host()
-        if rank == 0 and (warning := line.LINE.untested(open_clip.__version__)) is not None:
+        if rank == 0 and (warning := line.release.untested(open_clip.__version__)) is not None:
             logging.warning(f"{warning[0].upper()}{warning[1:]}.")
         if config.active and rank == 0:
             # open_clip's main does so only after the data is opened
@@ -76,17 +76,17 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
 
 
 class TrainingRun:
-    """One run of open_clip's main. Its public methods after `start` are the hooks that `openclip_v3` and `openclip_v4` call.
+    """One run of open_clip's main. Its public methods after `start` are the hooks that `hooks.HostLine` calls.
 
     Attributes:
-        line: the module of the installed open_clip's line.
+        line: the line of the installed open_clip.
         model_name: the name under which open_clip knows the model and its tokenizer.
         own_step, own_schedule, own_adamw: whether the run takes our step, our learning rates, our groups of parameters.
         fresh: whether the run's folder was empty before.
         trained: whether an optimizer step was taken.
     """
 
-    def __init__(self, args: argparse.Namespace, config: AllFlags, line: Any) -> None:
+    def __init__(self, args: argparse.Namespace, config: AllFlags, line: HostLine) -> None:
         self.log = RunLog(args, config)
         self.args = args
         self.config = config
@@ -106,13 +106,13 @@ class TrainingRun:
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.mixup: CoinFlipMixup | None = None
-        self.resumed: resume.Position | None = None
+        self.resumed: checkpointing.Position | None = None
         self.teacher: torch.nn.Module | None = None  # of --distill-model
         self.trainer: Trainer | None = None
         self.trained = False
         # of each checkpoint
         self.entries: dict[str, Any] = (
-            {resume.SETTINGS_ENTRY: resume.settings_of(args)} if config.active else {}
+            {checkpointing.SETTINGS_ENTRY: checkpointing.settings_of(args)} if config.active else {}
         )
 
     @property
@@ -277,8 +277,6 @@ class TrainingRun:
         created = model.create_model(self.config, self.args, self.model_name, pretrained, **options)
         self.model, transform_train, transform_eval, self.mixup = created
         if self.config.lora is not None:
-            from open_clip_zerovl.recipe.lora import lora_entry
-
             self.entries = {**self.entries, ENTRY: lora_entry(self.config.lora)}
         if self.own_step:
             model.check_contrastive(self.model, self.args.model)
@@ -318,7 +316,7 @@ class TrainingRun:
             optimizer = model.create_adamw(self.model, self.config, self.args.wd, **options)
         else:
             optimizer = stock()
-        self.optimizer = resume.keep_settings(optimizer, taken=self.config.active)
+        self.optimizer = checkpointing.keep_settings(optimizer, taken=self.config.active)
         return self.optimizer
 
     def cosine_lr(
@@ -368,12 +366,14 @@ class TrainingRun:
             raise UserError(
                 f"--resume {file_path} cannot be read as a checkpoint: the file {damage}; give a whole one"
             )
-        checkpoint = resume.load_checkpoint(file_path, map_location)
+        checkpoint = checkpointing.load_checkpoint(file_path, map_location)
         assert self.model is not None  # main loads weights into it
         with reading(file_path, "resume from another checkpoint"):
-            resume.require_finite(checkpoint, self.model, file_path)
-            resume.require_same_function(checkpoint, self.entries.get(MODEL_ENTRY), file_path)
-            position = resume.read_position(checkpoint)
+            checkpointing.require_finite(checkpoint, self.model, file_path)
+            checkpointing.require_same_function(
+                checkpoint, self.entries.get(MODEL_ENTRY), file_path
+            )
+            position = checkpointing.read_position(checkpoint)
         if (
             position is not None
             and position.step
@@ -385,7 +385,9 @@ class TrainingRun:
             )
         self.resumed = position
         if self.args.train_data and self.args.rank == 0:
-            resume.warn_of_settings(checkpoint, self.entries.get(resume.SETTINGS_ENTRY, {}))
+            checkpointing.warn_of_settings(
+                checkpoint, self.entries.get(checkpointing.SETTINGS_ENTRY, {})
+            )
             if self.optimizer is None:
                 logging.warning(
                     f"--opt {self.args.opt} takes the settings of the checkpoint's optimizer: --wd, --beta1, --beta2, --eps "
@@ -463,4 +465,6 @@ class TrainingRun:
     def checkpoint_entry(self) -> dict[str, Any]:
         """Make the entries added to open_clip's epoch checkpoint: the model's config, and the position, for an exact resume."""
         end = self.trainer.epoch_end if self.trainer is not None else None
-        return self.entries if end is None else {**self.entries, "zerovl": resume.entry_of(end)}
+        return (
+            self.entries if end is None else {**self.entries, "zerovl": checkpointing.entry_of(end)}
+        )

@@ -26,7 +26,7 @@ from support.tiny_clip import (
     write_retrieval_set,
     write_run,
 )
-from training.resume import load_checkpoint
+from training.checkpointing import load_checkpoint
 
 CODE = """
 import pathlib

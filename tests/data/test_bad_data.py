@@ -30,8 +30,7 @@ from open_clip_zerovl.data.loader import JUDGED_SAMPLES, DataStats, EpochStats
 from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sample_stream import BatchReport, DroppedSample, SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.sampling.schedule import Batching
-from open_clip_zerovl.sampling.slices import ShardSlice
+from open_clip_zerovl.sampling.schedule import Batching, ShardSlice
 from open_clip_zerovl.shards.texts import MAX_CAPTION_CHARACTERS
 from support import ROOT, loading, warm
 from support.tars import encoded, noise_jpeg, png, write_source, write_tar

@@ -16,8 +16,8 @@ from open_clip_zerovl.data.sample_stream import SampleStream, SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.features.sources import caption_counts
 from open_clip_zerovl.prepare.door import as_shards
-from open_clip_zerovl.sampling.order import LocalOrder
-from open_clip_zerovl.sampling.slices import ShardSlice
+from open_clip_zerovl.sampling.assignment import LocalOrder
+from open_clip_zerovl.sampling.schedule import ShardSlice
 from support.loading import loader_of
 from support.tars import png, write_tar
 

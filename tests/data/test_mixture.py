@@ -14,7 +14,7 @@ from torchvision import transforms
 from open_clip_zerovl.data.mixture import content_numbers
 from open_clip_zerovl.data.sample_stream import Placed, Shown, reordered
 from open_clip_zerovl.sampling import STRATEGIES
-from open_clip_zerovl.sampling.order import LocalOrder
+from open_clip_zerovl.sampling.assignment import LocalOrder
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.tar import Sample
 from support import ROOT

@@ -16,7 +16,7 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.sample_stream import Placed, SampleStream
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.sampling.order import LocalOrder
+from open_clip_zerovl.sampling.assignment import LocalOrder
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.tar import Sample
 from support import loading

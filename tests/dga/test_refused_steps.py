@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.dga.hooks import GradientHooks
 from open_clip_zerovl.dga.objective import Objective
-from open_clip_zerovl.dga.replay import CHECK_EVERY, ReplayCheck
+from open_clip_zerovl.dga.replay import CHECK_EVERY, GradientHooks, ReplayCheck
 from open_clip_zerovl.dga.retain import Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.losses import ContrastiveLoss

@@ -11,7 +11,7 @@ from open_clip_zerovl.finetune.proposal import (
     as_flags,
     choose_settings,
 )
-from open_clip_zerovl.recipe.arguments import as_arguments, parse_settings, settings_of
+from open_clip_zerovl.recipe.flags import as_arguments, parse_settings, settings_of
 from training.params import parse
 
 

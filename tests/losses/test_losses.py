@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
-from open_clip_zerovl.losses.problem import Problem
+from open_clip_zerovl.losses.contrastive import Problem
 from scripts.bench.harness import PeakBytes
 from support import ROOT
 from support.dense_loss import DenseLoss, sample_ids

@@ -27,7 +27,7 @@ from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import Columns, Work
 from support.loopback import Handler, Server, serving
 from support.pairs import picture
-from training.resume import described
+from training.checkpointing import described
 
 PAIRS = 5
 

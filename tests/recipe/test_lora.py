@@ -18,8 +18,12 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.weights import ENTRY, is_adapter
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.recipe.lora import add_lora, lora_entry
-from open_clip_zerovl.recipe.towers import checkpoint_without_reentry, group_of
+from open_clip_zerovl.recipe.towers import (
+    add_lora,
+    checkpoint_without_reentry,
+    group_of,
+    lora_entry,
+)
 from support.dga_reference import (
     CONTEXT,
     VOCABULARY,
@@ -42,7 +46,7 @@ from support.tiny_clip import (
     write_bert,
     write_run,
 )
-from training.resume import load_checkpoint
+from training.checkpointing import load_checkpoint
 
 # open_clip 4 has its own attention in all native towers.
 OWN_ATTENTION = not open_clip.__version__.startswith("3.")

@@ -12,8 +12,8 @@ from open_clip_zerovl.recipe.optimizer import Rates, described_groups, parameter
 from open_clip_zerovl.recipe.towers import checkpoint_without_reentry, layers_of
 from support.dga_reference import CONTEXT, VOCABULARY, bert_clip
 from support.tiny_clip import CLIP_TEXT, TIMM_VISION
+from training.checkpointing import keep_settings
 from training.model import cosine_lr, create_adamw
-from training.resume import keep_settings
 
 
 def timm_clip():

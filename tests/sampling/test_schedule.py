@@ -16,12 +16,19 @@ from open_clip_zerovl.data.sample_stream import SliceReader
 from open_clip_zerovl.sampling import STRATEGIES
 from open_clip_zerovl.sampling.assignment import (
     Assignment,
+    LocalOrder,
     draw_without_replacement,
     hypergeometric,
 )
-from open_clip_zerovl.sampling.order import LocalOrder
-from open_clip_zerovl.sampling.schedule import MIXED, Batching, few_steps, source_schedule
-from open_clip_zerovl.sampling.slices import ShardSlice, epoch_slices, slice_range
+from open_clip_zerovl.sampling.schedule import (
+    MIXED,
+    Batching,
+    ShardSlice,
+    epoch_slices,
+    few_steps,
+    slice_range,
+    source_schedule,
+)
 
 batchings = st.builds(
     Batching,

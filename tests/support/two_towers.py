@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 
 from open_clip_zerovl.checkpoints.weights import is_adapter
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.recipe.lora import add_lora
+from open_clip_zerovl.recipe.towers import add_lora
 from support.dga_reference import CONTEXT, FEATURES, VOCABULARY, batches, bert_clip, vit
 from support.tiny_coca import padded_batches, tiny_coca
 

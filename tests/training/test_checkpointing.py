@@ -25,6 +25,8 @@ from open_clip_zerovl.sampling.schedule import Batching
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.checkpointing import (
     LOCK,
+    SETTINGS_ENTRY,
+    Position,
     StepCheckpoints,
     damage_of,
     lock_folder,
@@ -33,7 +35,6 @@ from training.checkpointing import (
     require_room,
 )
 from training.params import parse
-from training.resume import SETTINGS_ENTRY, Position
 from training.run import TrainingRun
 from training.stopping import Preemption
 from training.train import Trainer, require_finite

@@ -208,7 +208,6 @@ def test_a_run_imports_only_the_rooms_that_it_uses():
     rooms = [
         "evaluate",
         "features.sources",
-        "recipe.lora",
         "prepare",
         "align",
     ]

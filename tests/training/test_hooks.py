@@ -15,16 +15,18 @@ from open_clip_zerovl.core.releases import INSTALL, OPENCLIP_V3, OPENCLIP_V4, li
 from open_clip_zerovl.models.build import check_model
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
-from training import hooks, model, openclip_v3, openclip_v4, run
+from training import hooks, model, run
 from training.main import main as training_main
 from training.params import parse
+
+V3, V4 = hooks.LINES[OPENCLIP_V3], hooks.LINES[OPENCLIP_V4]
 
 
 def main_with(line, *, without: str = "", unused: str = "", other: str = "") -> ModuleType:
     """A stub for open_clip_train.main whose globals are the line's hooks, with one thing wrong."""
     module = ModuleType("open_clip_train.main")
     lines = []
-    for name, parameters in line.NAMES.items():
+    for name, parameters in line.names.items():
         function = {}
         exec(f"def {name}({', '.join(('x',) if name == other else parameters)}): pass", function)
         if name != without:
@@ -38,11 +40,11 @@ def main_with(line, *, without: str = "", unused: str = "", other: str = "") -> 
 
 def test_the_installed_open_clip_is_of_a_supported_line():
     line = hooks.check_host()
-    assert open_clip.__version__.startswith(line.LINE.versions) and line.LINE is line_here()
-    assert set(line.NAMES) <= set(host.main.__code__.co_names)
+    assert open_clip.__version__.startswith(line.release.versions) and line.release is line_here()
+    assert set(line.names) <= set(host.main.__code__.co_names)
 
 
-@pytest.mark.parametrize(("line", "version"), [(openclip_v3, "3.3.0"), (openclip_v4, "4.2.0.dev0")])
+@pytest.mark.parametrize(("line", "version"), [(V3, "3.3.0"), (V4, "4.2.0.dev0")])
 def test_each_line_is_known_by_its_version_and_its_names(line, version):
     assert hooks.check_host(main_with(line), version) is line
 
@@ -53,7 +55,7 @@ def test_a_release_whose_main_was_not_read_is_refused(version):
         UserError,
         match=rf"open_clip_torch {version} is not supported, 3\.3\.x and 4\.x are; pip install",
     ):
-        hooks.check_host(main_with(openclip_v3), version)
+        hooks.check_host(main_with(V3), version)
 
 
 def test_what_is_installed_is_the_release_that_was_tested():
@@ -84,7 +86,7 @@ def test_what_is_installed_is_the_release_that_was_tested():
 def test_a_version_that_was_not_tested_is_taken_with_a_warning(monkeypatch, caplog, version, told):
     """The names of main are looked at all the same; other changes stay unknown."""
     monkeypatch.setattr(open_clip, "__version__", version)
-    monkeypatch.setattr(run, "check_host", lambda: hooks.TABLES[line_of(version)])
+    monkeypatch.setattr(run, "check_host", lambda: hooks.LINES[line_of(version)])
     args, config = parse(["--dataset-type", "synthetic", "--device", "foo"])
     with pytest.raises(RuntimeError, match="device string: foo"):  # after the warning
         run.train(args, config)
@@ -97,7 +99,7 @@ def test_a_version_that_was_not_tested_is_taken_with_a_warning(monkeypatch, capl
     )
 
 
-@pytest.mark.parametrize(("line", "version"), [(openclip_v3, "3.3.0"), (openclip_v4, "4.2.0.dev0")])
+@pytest.mark.parametrize(("line", "version"), [(V3, "3.3.0"), (V4, "4.2.0.dev0")])
 @pytest.mark.parametrize("name", ["get_data", "train_one_epoch", "cosine_lr"])
 def test_a_name_that_is_missing_unused_or_other_is_refused(line, version, name):
     with pytest.raises(UserError, match=rf"has no {name}\("):
@@ -183,7 +185,7 @@ def test_what_is_replaced_is_put_back():
         assert host.get_data is None
         raise ZeroDivisionError
     assert host.get_data is before
-    assert line in hooks.TABLES.values()
+    assert line in hooks.LINES.values()
 
 
 @pytest.mark.line("4", reason="these flags are of open_clip 4")
@@ -198,13 +200,13 @@ def test_without_flags_of_ours_all_of_its_own_are_taken():
 
 def filled(newest: str | None):
     """The line's names with a run and a main that only name their caller."""
-    stock = {name: lambda *_, name=name, **__: f"open_clip's {name}" for name in openclip_v4.NAMES}
+    stock = {name: lambda *_, name=name, **__: f"open_clip's {name}" for name in V4.names}
     stock["get_latest_checkpoint"] = lambda path, remote: newest
     run = SimpleNamespace(
         args=Namespace(model="m"), model_name="m", own_step=True, own_schedule=False, own_adamw=False,
         create_model=None, newest_checkpoint=lambda path, remote: f"ours of {path}",
     )  # fmt: skip
-    return openclip_v4.filled(run, SimpleNamespace(**stock))
+    return V4.filled(run, SimpleNamespace(**stock))
 
 
 def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path):

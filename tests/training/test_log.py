@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.losses.problem import Report
+from open_clip_zerovl.losses.contrastive import Report
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.report.run import read_record
 from open_clip_zerovl.sampling.schedule import Batching

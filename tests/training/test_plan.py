@@ -14,7 +14,7 @@ from open_clip_zerovl.recipe.step import RecipeStep
 from support.tars import write_source
 from support.tiny_clip import NATIVE_VISION, NUMBERED, bert_text, register, write_bert
 from training.main import main
-from training.plan import StepTimer, checkpoints_kept, relative_cost
+from training.train import StepTimer, checkpoints_kept, relative_cost
 
 
 @pytest.fixture

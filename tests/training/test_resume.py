@@ -20,8 +20,7 @@ from open_clip_zerovl.sampling.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, write_bert
-from training.params import parse
-from training.resume import (
+from training.checkpointing import (
     SETTINGS_ENTRY,
     Position,
     entry_of,
@@ -34,6 +33,7 @@ from training.resume import (
     settings_of,
     warn_of_settings,
 )
+from training.params import parse
 from training.stopping import Preemption
 
 EPOCHS = 3

@@ -25,7 +25,7 @@ from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
 from open_clip_zerovl.finetune.request import FinetuneRequest
 from open_clip_zerovl.finetune.split import set_identities, source_identities
 from open_clip_zerovl.models.build import with_text_model
-from open_clip_zerovl.recipe.arguments import settings_of
+from open_clip_zerovl.recipe.flags import settings_of
 from open_clip_zerovl.sampling import WHEN_DEBIASED
 from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.files import write_retrieval_set, write_source

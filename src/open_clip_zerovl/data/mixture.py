@@ -46,10 +46,15 @@ from open_clip_zerovl.data.sample_stream import BatchReport, SampleStream, Shown
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.tokens import fast_tokenizer
 from open_clip_zerovl.data.workers import BufferPool, PooledBatch, SharedNumbers
-from open_clip_zerovl.sampling.assignment import Assignment
-from open_clip_zerovl.sampling.order import LocalOrder
-from open_clip_zerovl.sampling.schedule import Batching, Sampling, Schedule, source_schedule
-from open_clip_zerovl.sampling.slices import epoch_slices, slice_range
+from open_clip_zerovl.sampling.assignment import Assignment, LocalOrder
+from open_clip_zerovl.sampling.schedule import (
+    Batching,
+    Sampling,
+    Schedule,
+    epoch_slices,
+    slice_range,
+    source_schedule,
+)
 from open_clip_zerovl.shards.fetch import RetryPolicy, ShardCache, ahead_of_reading
 from open_clip_zerovl.shards.urls import local_path
 

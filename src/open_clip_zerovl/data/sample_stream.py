@@ -34,8 +34,8 @@ from open_clip_zerovl.data.reader import (
     sample_sentence,
     texts_of,
 )
-from open_clip_zerovl.sampling.order import LocalOrder
-from open_clip_zerovl.sampling.slices import ShardSlice
+from open_clip_zerovl.sampling.assignment import LocalOrder
+from open_clip_zerovl.sampling.schedule import ShardSlice
 from open_clip_zerovl.shards.tar import Sample, ShardError
 from open_clip_zerovl.shards.texts import Fault, caption_of
 

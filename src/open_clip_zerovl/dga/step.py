@@ -35,24 +35,21 @@ from torch.autograd.function import once_differentiable
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
 from open_clip_zerovl.dga.extras import Collected, Extras, TermsOfMicroBatch, parts_of_coca_loss
-from open_clip_zerovl.dga.hooks import GradientHooks
-from open_clip_zerovl.dga.inputs import (
-    DeviceInputs,
-    checked_order,
-    checked_sizes,
-    input_room,
-)
 from open_clip_zerovl.dga.model import (
     FEATURES,
     IMAGES,
     SCALARS,
     TEXTS,
+    DeviceInputs,
     Outputs,
     Repeat,
     Towers,
     backpropagate,
     casts_kept,
+    checked_order,
+    checked_sizes,
     detached_copy,
+    input_room,
     is_compiled,
     leaves_of,
     open_clips,
@@ -62,6 +59,7 @@ from open_clip_zerovl.dga.model import (
 from open_clip_zerovl.dga.objective import Objective, OwnGradients
 from open_clip_zerovl.dga.replay import (
     BufferState,
+    GradientHooks,
     ReplayCheck,
     ReplayError,
     buffers_kept,

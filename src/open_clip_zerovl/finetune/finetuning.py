@@ -62,7 +62,7 @@ from open_clip_zerovl.finetune.request import (
 from open_clip_zerovl.finetune.split import hold_out
 from open_clip_zerovl.finetune.training import Training, train
 from open_clip_zerovl.models.configs import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
-from open_clip_zerovl.recipe.arguments import Settings, as_arguments
+from open_clip_zerovl.recipe.flags import Settings, as_arguments
 from open_clip_zerovl.report.verdicts import LOW_BEST, SHARED_CAPTIONS, ceiling_remarks
 
 REQUEST, SETTINGS = "request.json", "settings.json"

@@ -12,7 +12,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import CPU_MICRO_BATCH
-from open_clip_zerovl.recipe.arguments import Settings
+from open_clip_zerovl.recipe.flags import Settings
 from open_clip_zerovl.sampling.schedule import Batching
 
 GPU_MICRO_BATCH = 256  # at first; halved for want of memory

@@ -17,7 +17,7 @@ from open_clip_zerovl.finetune.data import CAPTIONS, DataArguments
 from open_clip_zerovl.finetune.flags import FinetuneFlags
 from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.models.configs import LOCAL_DIR
-from open_clip_zerovl.recipe.arguments import Settings
+from open_clip_zerovl.recipe.flags import Settings
 
 KEEP_SHARE = 0.2
 SOURCE_WEIGHTS = "train-data-upsampling-factors"

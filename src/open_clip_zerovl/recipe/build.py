@@ -44,6 +44,7 @@ from open_clip_zerovl.recipe.optimizer import constant_temperature
 from open_clip_zerovl.recipe.step import text_padding
 from open_clip_zerovl.recipe.towers import (
     GROUPS,
+    add_lora,
     check_token_drop,
     checkpoint_without_reentry,
     freeze,
@@ -316,8 +317,6 @@ def apply_methods(
     if methods.channels_last:
         model.visual.to(memory_format=torch.channels_last)
     if methods.lora is not None:
-        from open_clip_zerovl.recipe.lora import add_lora
-
         add_lora(model, methods.lora, methods.lora_on)
     if methods.freeze:
         count = freeze(model, methods.freeze)

@@ -6,11 +6,16 @@ printed at once.
 
 `RecipeConfig` has our flags, by section. `OpenClipFlags` are those of open_clip's own flags that a check depends on or that
 have a range; `open_clip_train.params` declares them, and a test compares the two.
+
+Other commands write a training's flags as `Settings`, a table from which `as_arguments` makes the command line:
+
+    {"lr": "1e-4", "pretrained-image": "", "wd": None}     --lr 1e-4 --pretrained-image
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -756,3 +761,61 @@ def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
 def _are_sides(value: int | Sequence[int]) -> bool:
     sides = (value,) if isinstance(value, int) else value
     return len(sides) in (1, 2) and min(sides) >= 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags as the words of a command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Name without dashes -> value; "" is a switch, None takes the flag away.
+Settings = dict[str, "str | None"]
+
+SEVERAL_VALUES = ("aug-cfg", "image-mean", "image-std")  # --image-mean 0.5 0.5 0.5
+REPEATED = ("ablate", "freeze")  # --ablate NAME --ablate NAME
+
+
+def parse_settings(texts: Sequence[str]) -> Settings:
+    """Parse `--set` as flags: "a=1" sets a flag, "a" a switch, "a=" removes a flag."""
+    settings: Settings = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        settings[name.removeprefix("--")] = value if value or not separator else None
+    return settings
+
+
+def settings_of(words: Sequence[str]) -> Settings:
+    """Parse a command line as flags: `--lr 1e-4 --aug-cfg a=1 b=2` is {"lr": "1e-4", "aug-cfg": "a=1 b=2"}.
+
+    Raises:
+        UserError: it does not begin with a flag.
+    """
+    values: dict[str, list[str]] = {}
+    last: list[str] | None = None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            last = values[name] = values.get(name, []) if name in REPEATED else []
+            last += [value] if equals else []
+        elif last is None:
+            raise UserError(f"unexpected argument {word!r}; training flags begin with --")
+        else:
+            last.append(word)
+    return {
+        name: shlex.join(parts) if len(parts) > 1 else "".join(parts)
+        for name, parts in values.items()
+    }
+
+
+def as_arguments(flags: Mapping[str, str | None]) -> list[str]:
+    """Convert flags to the words of a command line."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if value is not None and name in REPEATED:
+            for part in shlex.split(value):
+                arguments += [f"--{name}", part]
+        elif value is not None:
+            arguments += [
+                f"--{name}",
+                *(shlex.split(value) if name in SEVERAL_VALUES else [value] * bool(value)),
+            ]
+    return arguments

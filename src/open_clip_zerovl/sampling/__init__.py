@@ -1,9 +1,7 @@
 """Debiased sampling (section 3.1, figure 2, A.4): pure functions of (seed, epoch, sizes, weights), in numpy alone.
 
-    schedule     which source: the source of each step of an epoch, and the samples that the epoch takes of each source
-    assignment   which reader: the samples of each micro-batch of each rank and loader worker
-    slices       which shards: the slices of shards of an epoch, and the stretch of one reader
-    order        which order: a shuffle within a window of the reader's samples
+    schedule     which source: the source of each step of an epoch, and the slices of shards that the epoch takes
+    assignment   which reader: the samples of each micro-batch of each rank and loader worker, and their order
 
 `data.mixture` reads the samples that these functions name.
 """

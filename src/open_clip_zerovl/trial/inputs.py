@@ -39,7 +39,7 @@ from open_clip_zerovl.finetune.finetuning import starting_folder
 from open_clip_zerovl.finetune.request import digest_of_encoder, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out, set_identities
 from open_clip_zerovl.models.configs import LOCAL_DIR
-from open_clip_zerovl.recipe.arguments import Settings
+from open_clip_zerovl.recipe.flags import Settings
 from open_clip_zerovl.report.verdicts import not_above_chance
 from open_clip_zerovl.trial.flags import TrialFlags
 

@@ -44,7 +44,7 @@ from open_clip_zerovl.core.processes import (
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet
 from open_clip_zerovl.finetune.data import CAPTIONS
 from open_clip_zerovl.finetune.finetuning import has_logit_bias
-from open_clip_zerovl.recipe.arguments import Settings, as_arguments
+from open_clip_zerovl.recipe.flags import Settings, as_arguments
 from open_clip_zerovl.report.pages import write_page
 from open_clip_zerovl.report.run import read_record
 from open_clip_zerovl.report.tables import duration
