@@ -129,19 +129,6 @@ def test_kmeans_finds_known_clusters_in_chunks_and_the_same_ones_again():
     assert np.bincount(labels).tolist() == [10, 10]  # empty clusters are taken away
 
 
-def test_small_clusters_go_to_their_neighbours():
-    """By hand: directions at 0, 10, 90 and 180 degrees; the single sample at 80 leaves for 90, and those at 10 for 0."""
-    degrees = np.array([0, 0, 0, 0, 9, 11, 90, 90, 90, 90, 80, 180, 180, 180, 180], np.float64)
-    points = np.stack([np.cos(np.radians(degrees)), np.sin(np.radians(degrees))], axis=1)
-    at = np.radians([0, 10, 80, 90, 180])
-    centroids = np.stack([np.cos(at), np.sin(at)], axis=1).astype(np.float32)
-    given = np.array([0] * 4 + [1] * 2 + [3] * 4 + [2] + [4] * 4, np.int32)
-    assert dissolve_small(points, given, centroids, 4).tolist() == [0] * 6 + [1] * 5 + [2] * 4
-    assert np.array_equal(dissolve_small(points, given, centroids, 1), given)
-    with pytest.raises(UserError, match="15 samples do not make two clusters of 12"):
-        dissolve_small(points, given, centroids, 12)
-
-
 @pytest.mark.parametrize("prefix", ["./", "v1.2/photos/", "a_folder/" * 11, "k" * 110])
 def test_samples_stay_whole_whatever_their_keys(tmp_path, prefix):
     """A key ends at the first dot behind the last slash, which a new key does not have."""

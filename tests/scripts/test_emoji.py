@@ -7,27 +7,23 @@ finds, calls and checks it as it does the real one.
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
-import random
 import sys
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.shards.tar import read_samples
 from scripts import quickstart
 from scripts.drawn import __main__ as command
-from scripts.drawn import drawings, make, packages, vocabulary
-from scripts.drawn.emoji import PACKAGES, concept_of, read_sources, split_concepts
+from scripts.drawn import make, packages, vocabulary
+from scripts.drawn.emoji import PACKAGES, concept_of, read_sources
 from scripts.drawn.emoji import SOURCES as SETS
 from scripts.drawn.make import prepare_emoji, write_pairs
 from scripts.drawn.packages import NpmPackage, fetch_npm_package, hash_of
@@ -229,22 +225,6 @@ def test_sources_are_read_from_the_true_formats(tmp_path):
     assert "navy" not in sets["noto"][CONCEPTS[0]].svg
 
 
-def test_drawings_are_square_on_white_and_aliases_mirrored(tmp_path):
-    sets = read_sources(fake_packages(tmp_path))
-    flag = '<svg width="40" height="20" xmlns="http://www.w3.org/2000/svg"><path d="M0 0h40v20H0z" fill="#00f"/></svg>'
-    svgs = [*(sets["fluent"][concept].svg for concept in CONCEPTS[:2]), flag]
-    parent, alias, pixels = (
-        np.asarray(Image.open(io.BytesIO(drawings.rasterise(svg, 40)))).astype(int) for svg in svgs
-    )
-    assert np.abs(parent - parent[:, ::-1]).max() > 100  # the control: it is not symmetric itself
-    assert np.abs(alias - parent[:, ::-1]).max() < 32  # edges are sampled at other points
-    assert (pixels[[*range(10), *range(30, 40)]] == 255).all()
-    assert (pixels[10:30] == (0, 0, 255)).all()
-    empty = '<svg viewBox="0 0 8 8" xmlns="http://www.w3.org/2000/svg"></svg>'
-    dot = empty.replace("></", '><circle cx="4" cy="4" r="1" fill="#ddd"/></')
-    assert [drawings.is_blank(drawings.rasterise(svg, 16)) for svg in (empty, dot)] == [True, False]
-
-
 # ------------------------------------------------------------------------------------------------ the whole way
 
 
@@ -399,27 +379,6 @@ def test_a_failed_or_other_download_is_not_taken(registry, tmp_path, fault, sent
 
 
 # ------------------------------------------------------------------------------------------------ split
-
-
-def test_split_of_many_sizes():
-    rng = random.Random(0)
-    for seed in range(20):
-        everywhere = [f"c{i}" for i in range(rng.randint(40, 60))]
-        sources = {name: dict.fromkeys(rng.sample(everywhere, len(everywhere))) for name in "abcd"}
-        for i in range(20):  # concepts that three sources have
-            for name in "bcd":
-                sources[name][f"only-three-{i}"] = None
-        split = split_concepts(sources, held_out_per_source=7, seed=seed)
-        held = [c for part in split.values() for concepts in part.values() for c in concepts]
-        assert len(held) == len(set(held)) == 2 * 4 * 7
-        assert all(
-            c in sources[name] for part in split.values() for name, cs in part.items() for c in cs
-        )
-        assert all(c in everywhere for cs in split["test"].values() for c in cs)
-        # Concepts that some source lacks are taken only when the other concepts have run out.
-        assert sum("only" in c for c in held) == max(0, 56 - len(everywhere))
-        shuffled = {name: dict.fromkeys(sorted(sources[name])) for name in "dbca"}
-        assert split_concepts(shuffled, held_out_per_source=7, seed=seed) == split
 
 
 # ------------------------------------------------------------------------------------------------ text tower

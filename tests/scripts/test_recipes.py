@@ -160,16 +160,6 @@ def test_a_dry_run_prints_the_command_and_what_is_missing(tmp_path):
     )
 
 
-def test_settings_set_replace_and_leave_out_flags(tmp_path):
-    changed = settings("lr=3e-4", "pretrained-image=", "lock-text", "name=other")
-    line, _ = shown("clip", "--gpus", "0", "--data", tmp_path, *changed)
-    assert (
-        given(line, "--lr") == "3e-4" and "--pretrained-image" not in line and "--lock-text" in line
-    )
-    assert line.count("--name") == 1 and given(line, "--name") == "other"
-    assert (given(line, "--device"), given(line, "--precision")) == ("cpu", "fp32")
-
-
 def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
     """A.9's transform and five captions wherever a set is scored (2.2, Table 2), no TokenDrop in 5.1, all masks drawn again for
     Table 6, the released code's crops."""
@@ -340,14 +330,6 @@ def test_every_recipe_starts_and_takes_its_steps(workplace):
             assert "rsum" in words  # of the sets under DATA
     finally:
         trainings.close()
-
-
-def test_the_clusters_of_a_source_are_sources(tmp_path):
-    """The recipe reads what `scripts.paper.cluster` wrote, whose folder is no source itself."""
-    (tmp_path / "cc12m-clusters").mkdir()
-    written = "cc12m-000=/d/cluster-000::cc12m-001=/d/cluster-001"
-    (tmp_path / "cc12m-clusters" / "train-data.txt").write_text(written + "\n")
-    assert paper_recipes.data_flags(RECIPES["clusters"], tmp_path)["train-data"] == written
 
 
 def test_a_probe_of_a_dataset_names_it_for_both_parts(tmp_path):
