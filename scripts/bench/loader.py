@@ -36,11 +36,10 @@ from open_clip.transform import image_transform
 from open_clip_train.data import get_wds_dataset
 from PIL import Image
 
-from open_clip_zerovl.data.images import crop_of, split_normalize, with_auto_augment
+from open_clip_zerovl.data.images import crop_of, pictures, split_normalize, with_auto_augment
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.names import PIXEL_PATHS
-from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.sampling.schedule import Batching

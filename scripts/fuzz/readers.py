@@ -22,10 +22,9 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.weights import load_pretrained_tower, read_epoch, read_state_dict
 from open_clip_zerovl.core.errors import DEFECT, UserError
 from open_clip_zerovl.core.files import reading
-from open_clip_zerovl.data.images import crop_of, decode_image
+from open_clip_zerovl.data.images import crop_of, decode_image, pictures
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
-from open_clip_zerovl.data.pixels import pictures
 from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set, read_karpathy
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes

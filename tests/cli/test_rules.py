@@ -25,9 +25,8 @@ from open_clip_zerovl.align.rows import open_sources as open_aligned
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked
 from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.data.images import Crop, decode_image
+from open_clip_zerovl.data.images import Crop, decode_image, decode_pixels
 from open_clip_zerovl.data.names import class_order
-from open_clip_zerovl.data.pixels import decode_pixels
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sets import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources

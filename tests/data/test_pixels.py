@@ -19,16 +19,17 @@ from torchvision.transforms import (
 )
 
 from open_clip_zerovl.core.randomness import seeded
-from open_clip_zerovl.data import pixels
+from open_clip_zerovl.data import images as pixels
 from open_clip_zerovl.data.images import (
     ToBytes,
     crop_of,
     decode_image,
+    decode_pixels,
     image_transform_train,
+    on_arrays,
     paper_eval_transform,
     split_normalize,
 )
-from open_clip_zerovl.data.pixels import decode_pixels, on_arrays
 from open_clip_zerovl.shards.pictures import BadPicture
 from support.tars import encoded
 

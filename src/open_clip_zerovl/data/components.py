@@ -10,13 +10,12 @@
 
 `kind_of` examines a component once, before anything is read.
 
-The sizes of shards stand in the `sizes.json` of each shard's own folder. No command of a pipe is run for it.
+The sizes of shards stand in the `sizes.json` of each shard's own folder; those of a command's output in a file that is named.
 
     shard                                          its sizes
     /d/sbu/00000.tar                               /d/sbu/sizes.json
     https://host/sbu/00000.tar?key=1               https://host/sbu/sizes.json?key=1
     s3://bucket/sbu/00000.tar                      s3://bucket/sbu/sizes.json
-    pipe:cat /d/sbu/00000.tar | tee copy.tar       /d/sbu/sizes.json, opened as a file
     pipe:fetch sbu/00000.tar@/d/sbu/sizes.json     the file named after the at sign
 """
 
@@ -26,7 +25,6 @@ import glob
 import logging
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +172,7 @@ def _matching(name: str) -> list[str]:
 # Sizes
 # ---------------------------------------------------------------------------------------------------------------------
 
-# the end of a path or URL that names a tar
+# the end of a URL that names a tar
 _TAR = re.compile(r"(?P<name>[^/?]+\.(?:tar|tgz)\b[^/?]*)(?P<query>\?.*)?$")
 
 
@@ -205,17 +203,10 @@ def listed_sizes(
 
 
 def _name_and_place(shard: str) -> tuple[str, str | None]:
-    """Return the file name of a shard, and the path or URL of the `sizes.json` in its folder, None if that is unknown."""
-    if shard.startswith("pipe:"):
-        words = [word for word in _words(shard[len("pipe:") :]) if _TAR.search(word)]
-        if len(words) != 1:
-            return shard, None
-        name, place = _name_and_place(words[0])
-        # A relative path or another scheme in a command may mean something to that command only.
-        reachable = place is not None and (
-            os.path.isabs(place) or bool(re.match(r"https?://", place))
-        )
-        return name, place if reachable else None
+    """Return the file name of a shard, and the path or URL of the `sizes.json` in its folder, None for a command's output."""
+    if is_command(shard):
+        names = set(re.findall(r"[^\s/'\"]+\.(?:tar|tgz)\b[\w.]*", shard))
+        return names.pop() if len(names) == 1 else shard, None
     path = local_path(shard)
     if path is not None:
         return os.path.basename(path), os.path.join(os.path.dirname(path), SIZES_FILE)
@@ -225,19 +216,10 @@ def _name_and_place(shard: str) -> tuple[str, str | None]:
     return match["name"], shard[: match.start()] + SIZES_FILE + (match["query"] or "")
 
 
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError:  # quotes that do not match
-        return []
-
-
 def _read(place: str, cache: ShardCache) -> dict[str, int]:
     path = local_path(place)
     if path is not None and os.path.basename(path) == SIZES_FILE:
         return read_sizes(os.path.dirname(path) or ".") or {}
-    if is_command(place):
-        return {}  # no command is run here
     try:
         with cache.borrowed(place, RetryPolicy()) as path:
             return parse_sizes(Path(path).read_bytes(), place)

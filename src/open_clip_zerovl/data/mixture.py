@@ -39,8 +39,13 @@ from open_clip_zerovl.core.randomness import (
     stream,
     stream_seed,
 )
-from open_clip_zerovl.data.images import batch_layout, collate_images, crop_of
-from open_clip_zerovl.data.pixels import PixelTransform, pictures
+from open_clip_zerovl.data.images import (
+    PixelTransform,
+    batch_layout,
+    collate_images,
+    crop_of,
+    pictures,
+)
 from open_clip_zerovl.data.reader import ShardReader, picture_of
 from open_clip_zerovl.data.sample_stream import BatchReport, SampleStream, Shown, SliceReader
 from open_clip_zerovl.data.sources import Source
@@ -102,7 +107,7 @@ class Preprocessing:
             at a reduced size if no crop of the transform loses by it (`images.Crop`).
         tokenizer: list of captions -> LongTensor (B, L).
         augment_caption: (caption, seed of its stream) -> caption, before the tokenizer.
-        pixel_path: of PIXEL_PATHS. "arrays" gives the same pictures to rounding (`pixels`). It falls back to PIL, with a line
+        pixel_path: of PIXEL_PATHS. "arrays" gives the same pictures to rounding (`images`). It falls back to PIL, with a line
             in the log, where the decoder is not installed or the transform has a step that takes PIL images only.
         with_origin: yield the (source, position) of each sample as a third item (B, 2).
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
