@@ -40,11 +40,13 @@ from open_clip_zerovl.prepare.near import find_overlap, open_test_sets
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.rows import class_caption
 from open_clip_zerovl.prepare.settings import PackSettings, Work
+from open_clip_zerovl.shards.pictures import UNREAD
 from open_clip_zerovl.shards.tar import Sample, read_samples
 from support.loading import loader_of
-from support.tars import encoded, write_tar
+from support.tars import add_file, encoded, write_tar
 
 PAIRS = 24
+SPLITS = {"train": range(18), "val": range(18, 20), "test": range(20, PAIRS)}
 
 
 def picture(number: int) -> Image.Image:
@@ -60,18 +62,69 @@ def caption(number: int) -> str:
     return f"picture number {number}"
 
 
+def split_of(number: int) -> str:
+    return next(split for split, numbers in SPLITS.items() if number in numbers)
+
+
 def members(
-    numbers=range(PAIRS), ending: str = "png", form: str = "PNG"
+    numbers=range(PAIRS), ending: str = "png", content=lambda n: encoded(picture(n))
 ) -> list[tuple[str, bytes]]:
+    names = ((f"{n:04d}", n) for n in numbers)
     return [
         member
-        for n in numbers
-        for member in (
-            (f"{n:04d}.{ending}", encoded(picture(n), form)),
-            (f"{n:04d}.txt", caption(n).encode()),
-        )
+        for name, n in names
+        for member in ((f"{name}.{ending}", content(n)), (f"{name}.txt", caption(n).encode()))
     ]
 
+
+def write_files(folder: Path, listed) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in listed:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def pictures_in(folder: Path, numbers=range(PAIRS)) -> Path:
+    return write_files(folder, members(numbers)[::2])
+
+
+def rows_of(numbers=range(PAIRS), **columns) -> list[dict]:
+    """Rows of a table; a column is a function of the picture's number."""
+    columns = {"image": lambda n: f"{n:04d}.png", "caption": caption, **columns}
+    return [{name: value(n) for name, value in columns.items()} for n in numbers]
+
+
+def write_table(file: Path, rows: list[dict]) -> Path:
+    if file.suffix == ".parquet":
+        file.parent.mkdir(parents=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    elif file.suffix == ".jsonl":
+        file.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        lines = (list(rows[0]), *(row.values() for row in rows))
+        file.write_text("".join(",".join(line) + "\n" for line in lines), newline="")
+    return file
+
+
+def write_dataset(folder: Path, table: pyarrow.Table) -> None:
+    """A dataset as `datasets` saves it."""
+    write_files(folder, [("state.json", b'{"_data_files": [{"filename": "data.arrow"}]}')])
+    with pyarrow.ipc.new_stream(str(folder / "data.arrow"), table.schema) as stream:
+        stream.write_table(table)
+
+
+def packing(inputs, out: Path, **settings) -> dict:
+    inputs = [str(each) for each in (inputs if isinstance(inputs, list) else [inputs])]
+    return pack(inputs, out, PackSettings(**settings), work=Work(progress=False))
+
+
+def captions_in(folder: Path) -> set[str]:
+    samples = (one for shard in folder.glob("*.tar") for one in read_samples(shard))
+    return {text for one in samples for text in one.captions}
+
+
+# ------------------------------------------------------------------------------------------------------------ doors
 
 Seen = dict[str, tuple[int, ...]]  # caption -> what its picture looks like
 
@@ -84,18 +137,19 @@ def look(image: Image.Image) -> tuple[int, ...]:
     return width, height, *levels
 
 
+def of_samples(samples: list[Sample]) -> Seen:
+    return {
+        text: look(decode_image(sample.image)) for sample in samples for text in sample.captions
+    }
+
+
 def trained(data: str) -> Seen:
     shown: list[str] = []
-
-    def tokenize(captions: list[str]) -> torch.Tensor:
-        shown.extend(captions)
-        return torch.zeros(len(captions))
-
     loader = loader_of(
         parse_sources(as_shards(f"x={data}"), captions="one-per-epoch"),
         1,
         transform=lambda image: torch.tensor(look(image)),
-        tokenizer=tokenize,
+        tokenizer=lambda captions: shown.extend(captions) or torch.zeros(len(captions)),
     )
     pictures = [tuple(row.tolist()) for images, *_ in loader for row in images]
     assert not loader.lost, loader.lost
@@ -109,16 +163,9 @@ def retrieved(data: str) -> Seen:
     return {text: look(dataset.image(row)) for row, sample in rows for text in sample.captions}
 
 
-def of_samples(samples: list[Sample]) -> Seen:
-    return {
-        text: look(decode_image(sample.image)) for sample in samples for text in sample.captions
-    }
-
-
 def packed(data: str) -> Seen:
-    out = Path(f"{data}-packed")
-    pack([data], out, work=Work(progress=False))
-    return of_samples(list(read_samples(out / "train/00000.tar")))
+    packing(data, Path(f"{data}-packed"))
+    return of_samples(list(read_samples(f"{data}-packed/train/00000.tar")))
 
 
 def searched(data: str) -> Seen:
@@ -138,14 +185,15 @@ def finetuned(data: str) -> Seen:
 
 def aligned(data: str) -> Seen:
     opened = open_aligned(find_data(data).train_data, "").opened
-    sides = [SourceSamples(opened, side) for side in ("image", "text")]
-    pictures = [shown for part in range(len(sides[0].counts)) for _, shown in sides[0].read(part)]
-    starts = sides[1].caption_starts.tolist()
-    texts = [text for part in range(len(sides[1].counts)) for _, text in sides[1].read(part)]
+    images, texts = (
+        [each for part in range(len(side.counts)) for _, each in side.read(part)]
+        for side in (SourceSamples(opened, "image"), SourceSamples(opened, "text"))
+    )
+    starts = SourceSamples(opened, "text").caption_starts.tolist()
     return {
-        text: look(pictures[n])
-        for n in range(len(pictures))
-        for text in texts[starts[n] : starts[n + 1]]
+        text: look(image)
+        for image, start, end in zip(images, starts[:-1], starts[1:], strict=True)
+        for text in texts[start:end]
     }
 
 
@@ -193,49 +241,39 @@ ENDED_EARLY = {
 }
 
 
-@pytest.fixture
-def tar(tmp_path) -> bytes:
-    return write_tar(tmp_path / "plain.tar", members()).read_bytes()
-
-
-def placed(tmp_path: Path, content: bytes) -> str:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/0.tar").write_bytes(content)
-    return str(tmp_path / "in")
+def placed(tmp_path: Path, change) -> str:
+    content = write_tar(tmp_path / "plain.tar", members()).read_bytes()
+    return str(write_files(tmp_path / "in", [("0.tar", change(content))]))
 
 
 @pytest.mark.parametrize("case", WHOLE)
-def test_a_whole_tar_gives_all_pairs(tmp_path, tar, case):
-    data = placed(tmp_path, WHOLE[case](tar))
+def test_a_whole_tar_gives_all_pairs(tmp_path, case):
+    data = placed(tmp_path, WHOLE[case])
     expected = {caption(n): look(picture(n)) for n in range(PAIRS)}
-    compressed = case.endswith(("gzip", "gzips", "bzips", "xz"))
     for name, door in DOORS.items():
-        # which read by position
-        if not (compressed and name in ("retrieval", "align")):
+        # those two read by position
+        if case in ("the control", "long padding") or name not in ("retrieval", "align"):
             assert door(data) == expected, name
 
 
 @pytest.mark.parametrize("case", ENDED_EARLY)
-def test_bytes_behind_the_end_mark_are_named(tmp_path, tar, case):
-    data = placed(tmp_path, ENDED_EARLY[case](tar))
-    for name, door in DOORS.items():
-        if name == "pack":
-            continue
+def test_bytes_behind_the_end_mark_are_named(tmp_path, case):
+    data = placed(tmp_path, ENDED_EARLY[case])
+    for name in DOORS.keys() - {"pack"}:
         reason = "uncompressed tar" if "gzip" in case and name == "retrieval" else "end mark"
         with pytest.raises(UserError, match=reason):
-            door(data)
+            DOORS[name](data)
     try:
-        report = pack([data], tmp_path / "out", work=Work(progress=False))
+        refused = packing(data, tmp_path / "out")["refused"]
     except UserError as error:
-        assert "end mark" in str(error)
-    else:
-        assert "bytes behind the end mark" in report["refused"]
-    if "gzip" not in case:
-        assert any("end mark" in fault for fault in check_shards(data, progress=False).faults)
+        refused = str(error)
+    assert "end mark" in str(refused)
+    faults = str(check_shards(tmp_path / "in", progress=False).faults)
+    assert "end mark" in faults or "gzip" in case
 
 
-def test_a_counted_shard_that_is_joined_loses_counted_samples(tmp_path, tar):
-    data = placed(tmp_path, with_lone_block(tar))
+def test_a_counted_shard_that_is_joined_loses_counted_samples(tmp_path):
+    data = placed(tmp_path, with_lone_block)
     Path(data, "sizes.json").write_text('{"0.tar": 24}')
     loader = loader_of(
         parse_sources(f"x={data}"), 2, tokenizer=lambda texts: torch.zeros(len(texts))
@@ -272,27 +310,23 @@ def test_members_that_make_no_pairs_are_explained(tmp_path, case, door):
     tar = write_tar(tmp_path / "in/0.tar", listed)
     if door == "pack of a gzip":
         tar.write_bytes(gzip.compress(tar.read_bytes()))
-        door = "pack"
     with pytest.raises(UserError, match=sentence):
-        DOORS[door](str(tmp_path / "in"))
+        DOORS[door.split()[0]](str(tmp_path / "in"))
 
 
 def test_links_and_files_of_macos(tmp_path, caplog):
     """Hard links are read, links out of the tar are empty with a warning, ._ members are none."""
     content = encoded(picture(0))
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for n in range(4):
-            for name, data in ((f"p/._{n}.png", b"Mac OS X"), (f"p/{n}.png", content)):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-            text = tarfile.TarInfo(f"p/{n}.txt")
-            if n == 0:
-                text.size = 5
-                tar.addfile(text, io.BytesIO(b"a dog"))
+        for n, target in enumerate((None, "p/0.txt", "0.txt", "../../etc/passwd")):
+            add_file(tar, f"p/._{n}.png", b"Mac OS X")
+            add_file(tar, f"p/{n}.png", content)
+            if target is None:
+                add_file(tar, f"p/{n}.txt", b"a dog")
                 continue
+            text = tarfile.TarInfo(f"p/{n}.txt")
             text.type = tarfile.LNKTYPE if n == 1 else tarfile.SYMTYPE
-            text.linkname = ("", "p/0.txt", "0.txt", "../../etc/passwd")[n]
+            text.linkname = target
             tar.addfile(text)
     samples = list(read_samples(tmp_path / "0.tar"))
     assert [(one.key, sorted(one.files)) for one in samples] == [
@@ -303,7 +337,6 @@ def test_links_and_files_of_macos(tmp_path, caplog):
 
 
 # ------------------------------------------------------------------------------------------- upright 8-bit RGB pictures
-
 
 #: Orientation -> how a camera that writes it stores an upright picture, as one of Pillow's turns.
 STORED = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
@@ -329,21 +362,16 @@ def wide(image: Image.Image, kind: type, form: str, scale: int) -> bytes:
     return encoded(Image.fromarray(grey), form)
 
 
-def animated(image: Image.Image, form: str) -> bytes:
+def animated(image: Image.Image, form: str, **options) -> bytes:
     other = Image.new("RGB", image.size, "white")
-    return encoded(image, form, save_all=True, append_images=[other], **LOSSLESS.get(form, {}))
+    return encoded(image, form, save_all=True, append_images=[other], **options)
 
 
-LOSSLESS = {"WEBP": {"lossless": True}}
-
-
-def transparent(image: Image.Image, mode: str) -> bytes:
+def transparent(image: Image.Image) -> bytes:
     """A picture on white, stored on a transparent ground of another colour."""
     layer = image.convert("RGBA")
     layer.paste((0, 0, 0, 0), (40, 24, 48, 32))
-    if mode == "P":
-        layer = layer.quantize(64)
-    return encoded(layer.convert(mode), "PNG")
+    return encoded(layer)
 
 
 GREY = {"a 16-bit PNG", "a TIFF of 32-bit integers", "one of 16-bit integers", "grey"}
@@ -365,14 +393,13 @@ PICTURES = {
     "one of 16-bit integers": ("tiff", lambda image: wide(image, np.uint16, "TIFF", 257)),
     "grey": ("jpg", lambda image: encoded(image.convert("L"), "JPEG", quality=95)),
     "CMYK": ("jpeg", lambda image: encoded(image.convert("CMYK"), "JPEG", quality=95)),
-    "a transparent PNG": ("png", lambda image: transparent(image, "RGBA")),
+    "a transparent PNG": ("png", transparent),
     "a palette": ("png", lambda image: encoded(image.quantize(64))),
     "a GIF": ("gif", lambda image: encoded(image, "GIF")),
     "an animated GIF": ("gif", lambda image: animated(image, "GIF")),
-    "an animated WebP": ("webp", lambda image: animated(image, "WEBP")),
+    "an animated WebP": ("webp", lambda image: animated(image, "WEBP", lossless=True)),
     "an animated PNG": ("png", lambda image: animated(image, "PNG")),
     "a bitmap": ("BMP", lambda image: encoded(image, "BMP")),
-    "an AVIF": ("avif", lambda image: encoded(image, "AVIF", quality=95)),
 }
 
 
@@ -381,50 +408,46 @@ def close(one: Image.Image, other: Image.Image) -> bool:
     return one.size == other.size and abs(pixels[0] - pixels[1]).mean() < 12
 
 
+def test_avif_is_named_where_pillow_does_not_read_it(tmp_path):
+    """Pillow before 11.3, whose other pictures are read."""
+    listed = members(range(3), "avif", lambda n: b"avif")
+    with pytest.raises(UserError, match=r"\.avif \(pip inst" if "avif" in UNREAD else "picture"):
+        packing(write_files(tmp_path / "in", listed), tmp_path / "out")
+
+
 @pytest.mark.parametrize("case", PICTURES)
 def test_a_picture_is_upright_and_in_colour_at_every_door(tmp_path, case):
     ending, encode = PICTURES[case]
-    images = {n: picture(n).resize((96, 64)) for n in (0, 1, 2)}
+    if ending in UNREAD:
+        pytest.skip("this Pillow has no AVIF")
+    images = {n: picture(n).resize((96, 64)) for n in range(3)}
+    listed = members(images, ending, lambda n: encode(images[n]))
     shown = {
         n: image.convert("L").convert("RGB") if case in GREY else image
         for n, image in images.items()
     }
-    contents = {n: encode(image) for n, image in images.items()}
-    pairs = [
-        member
-        for n, content in contents.items()
-        for member in ((f"{n:04d}.{ending}", content), (f"{n:04d}.txt", caption(n).encode()))
-    ]
-    write_tar(tmp_path / "tar/0.tar", pairs)
-    (tmp_path / "folder").mkdir()
-    for name, content in pairs:
-        (tmp_path / "folder" / name).write_bytes(content)
-    for content, expected in zip(contents.values(), shown.values(), strict=True):
+    for (_, content), expected in zip(listed[::2], shown.values(), strict=True):
         if case == "a transparent PNG":
             expected.paste("white", (40, 24, 48, 32))
         assert close(decode_image(content), expected)
         for crop in (None, Crop(8, 8, 0.9, (0.75, 1.33))):  # the fast path of training
             pixels = Image.fromarray(decode_pixels(content, crop))
             assert close(pixels, expected.resize(pixels.size)) and pixels.width > pixels.height
+    write_tar(tmp_path / "tar/0.tar", listed)
     for name, door in DOORS.items():
-        pictures = door(str(tmp_path / "tar"))
-        assert len(pictures) == len(images), name
-        for n, pixels in zip(images, sorted(pictures.items()), strict=True):
-            assert np.abs(np.subtract(pixels[1], look(shown[n]))).max() <= 2, name
+        pictures = dict(sorted(door(str(tmp_path / "tar")).items()))
+        differences = np.subtract(list(pictures.values()), [look(shown[n]) for n in images])
+        assert np.abs(differences).max() <= 2, name
     # a packed picture is what stock open_clip reads, and is the same picture wherever it is held out
-    report = pack([str(tmp_path / "folder")], tmp_path / "out", work=Work(progress=False))
+    folder = write_files(tmp_path / "folder", listed)
+    report = packing(folder, tmp_path / "out")
     assert report["pictures"] == len(images) and not report["refused"]
-    stored = {
-        sample.captions[0]: sample for sample in read_samples(tmp_path / "out/train/00000.tar")
-    }
+    stored = {one.captions[0]: one for one in read_samples(tmp_path / "out/train/00000.tar")}
     for n, expected in shown.items():
         assert close(Image.open(io.BytesIO(stored[caption(n)].image)).convert("RGB"), expected)
     if hasattr(np, "bitwise_count"):  # numpy 2, of the extra `near`
-        near = find_overlap(
-            f"x={tmp_path}/out/train",
-            open_test_sets(f"t={tmp_path}/folder", progress=False),
-            progress=False,
-        )
+        tests = open_test_sets(f"t={folder}", progress=False)
+        near = find_overlap(f"x={tmp_path}/out/train", tests, progress=False)
         assert len(near.pairs) >= len(images) and not any(near.unreadable.values())
 
 
@@ -432,105 +455,20 @@ def test_a_picture_is_upright_and_in_colour_at_every_door(tmp_path, case):
 def test_pixels_without_a_white_are_refused_at_every_door(tmp_path, kind):
     content = wide(picture(0), kind, "TIFF", 70_000)
     write_tar(tmp_path / "tar/0.tar", [("0.tif", content), ("0.txt", b"a dog")])
-    with pytest.raises(UserError, match="no defined white"):
-        retrieved(str(tmp_path / "tar"))
-    with pytest.raises(UserError, match="broken picture in 1"):
-        packed(str(tmp_path / "tar"))
+    for door, sentence in ((retrieved, "no defined white"), (packed, "broken picture in 1")):
+        with pytest.raises(UserError, match=sentence):
+            door(str(tmp_path / "tar"))
 
 
 # ------------------------------------------------------------------------------------------------- which split is it?
 
-SPLITS = {"train": range(18), "val": range(18, 20), "test": range(20, PAIRS)}
 
-
-def split_of(number: int) -> str:
-    return next(split for split, numbers in SPLITS.items() if number in numbers)
-
-
-def pictures_in(folder: Path, numbers=range(PAIRS)) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for n in numbers:
-        (folder / f"{n:04d}.png").write_bytes(encoded(picture(n)))
-
-
-def a_csv(folder: Path, name: str, column: str | None = None, numbers=range(PAIRS)) -> Path:
-    words = {"train": "train", "val": "Validation", "test": "test"}
-    header = ["image", "caption", *filter(None, [column])]
-    rows = [
-        [f"{n:04d}.png", caption(n), *([words[split_of(n)]] if column else [])] for n in numbers
-    ]
-    (folder / name).write_text("".join(",".join(row) + "\n" for row in (header, *rows)))
-    return folder / name
-
-
-def a_column(folder: Path) -> list[Path]:
-    pictures_in(folder)
-    return [a_csv(folder, "pairs.csv", "Split")]
-
-
-def json_lines(folder: Path) -> list[Path]:
-    pictures_in(folder)
-    rows = [
-        {"image": f"{n:04d}.png", "caption": caption(n), "split": split_of(n)} for n in range(PAIRS)
-    ]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [folder / "pairs.jsonl"]
-
-
-def parquet_column(folder: Path) -> list[Path]:
-    folder.mkdir()
-    rows = [
-        {"image": encoded(picture(n)), "text": caption(n), "split": split_of(n)}
-        for n in range(PAIRS)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "pairs.parquet")
-    return [folder / "pairs.parquet"]
-
-
-def a_dataset_dict(folder: Path) -> list[Path]:
-    folder.mkdir()
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(SPLITS)}))
-    for split, numbers in SPLITS.items():
-        rows = [{"image": encoded(picture(n)), "text": caption(n)} for n in numbers]
-        table = pyarrow.Table.from_pylist(rows)
-        (folder / split).mkdir()
-        name = "data-00000-of-00001.arrow"
-        with pyarrow.ipc.new_stream(str(folder / split / name), table.schema) as stream:
-            stream.write_table(table)
-        state = {"_data_files": [{"filename": name}]}
-        (folder / split / "state.json").write_text(json.dumps(state))
-    return [folder]
-
-
-def file_names(folder: Path) -> list[Path]:
-    pictures_in(folder)
-    return [a_csv(folder, f"pairs_{split}2017.csv", numbers=n) for split, n in SPLITS.items()]
-
-
-def a_folder_of_tables(folder: Path) -> list[Path]:
-    pictures_in(folder)
-    for split, numbers in SPLITS.items():
-        a_csv(folder, f"{split}.csv", numbers=numbers)
-    return [folder]
-
-
-def metadata(folder: Path) -> list[Path]:
-    """The hub's imagefolder."""
-    for split, numbers in SPLITS.items():
-        pictures_in(folder / split, numbers)
-        a_csv(folder / split, "metadata.csv", numbers=numbers)
-    return [folder]
-
-
-def coco(folder: Path) -> list[Path]:
-    pictures_in(folder)
-    files = []
-    for split, numbers in SPLITS.items():
-        images = [{"id": n, "file_name": f"{n:04d}.png"} for n in numbers]
-        annotations = [{"image_id": n, "id": n, "caption": caption(n)} for n in numbers]
-        files.append(folder / f"captions_{split}2017.json")
-        files[-1].write_text(json.dumps({"images": images, "annotations": annotations}))
-    return files
+def coco(folder: Path, split: str, numbers) -> Path:
+    images = [{"id": n, "file_name": f"{n:04d}.png"} for n in numbers]
+    annotations = [{"image_id": n, "id": n, "caption": caption(n)} for n in numbers]
+    file = pictures_in(folder, numbers) / f"captions_{split}2017.json"
+    file.write_text(json.dumps({"images": images, "annotations": annotations}))
+    return file
 
 
 def karpathy(folder: Path) -> list[Path]:
@@ -549,116 +487,127 @@ def karpathy(folder: Path) -> list[Path]:
     return [folder / "dataset_coco.json"]
 
 
-def named_tars(folder: Path) -> list[Path]:
+def a_dataset_dict(folder: Path) -> list[Path]:
+    write_files(folder, [("dataset_dict.json", json.dumps({"splits": list(SPLITS)}).encode())])
     for split, numbers in SPLITS.items():
-        write_tar(folder / f"{split}-00000.tar", members(numbers))
-    return [folder]
-
-
-def json_in_tars(folder: Path) -> list[Path]:
-    listed = [
-        member
-        for n in range(PAIRS)
-        for member in (
-            *members([n]),
-            (f"{n:04d}.json", json.dumps({"split": split_of(n)}).encode()),
-        )
-    ]
-    return [write_tar(folder / "0.tar", listed)]
-
-
-def folders_with_texts(folder: Path) -> list[Path]:
-    for split, numbers in SPLITS.items():
-        (folder / split).mkdir(parents=True)
-        for name, content in members(numbers):
-            (folder / split / name).write_bytes(content)
+        rows = rows_of(numbers, image=lambda n: encoded(picture(n)))
+        write_dataset(folder / split, pyarrow.Table.from_pylist(rows))
     return [folder]
 
 
 def paths_in_a_table(folder: Path, form: str = "images/{}2014/{:04d}.png") -> list[Path]:
     """The table names the pictures; only their folders say the splits."""
-    names = [form.format(split_of(n), n) for n in range(PAIRS)]
-    for n, name in enumerate(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(encoded(picture(n)))
-    lines = [json.dumps({"image": name, "text": caption(n)}) for n, name in enumerate(names)]
-    (folder / "pairs.jsonl").write_text("\n".join(lines))
-    return [folder / "pairs.jsonl"]
+    write_files(folder, [(form.format(split_of(n), n), encoded(picture(n))) for n in range(PAIRS)])
+    rows = rows_of(image=lambda n: form.format(split_of(n), n))
+    return [write_table(folder / "pairs.jsonl", rows)]
 
 
+def each_split(write):
+    """One input for each split."""
+    return lambda folder: [write(folder, split, numbers) for split, numbers in SPLITS.items()]
+
+
+def one_folder(write):
+    return lambda folder: each_split(write)(folder) and [folder]
+
+
+def metadata(folder: Path, split: str, numbers) -> Path:
+    """A split of the hub's imagefolder."""
+    return write_table(pictures_in(folder / split, numbers) / "metadata.csv", rows_of(numbers))
+
+
+def a_split_of_texts(folder: Path, split: str, numbers) -> Path:
+    return write_files(folder / split, members(numbers))
+
+
+WORDS = {"train": "train", "val": "Validation", "test": "test"}
 SPLIT_INPUTS = {
-    "a column": a_column,
+    "a column": lambda folder: [
+        write_table(pictures_in(folder) / "a.csv", rows_of(Split=lambda n: WORDS[split_of(n)]))
+    ],
+    "JSON lines": lambda folder: [
+        write_table(pictures_in(folder) / "pairs.jsonl", rows_of(split=split_of))
+    ],
+    "a column of parquet": lambda folder: [
+        write_table(
+            folder / "pairs.parquet",
+            rows_of(image=lambda n: encoded(picture(n)), split=split_of),
+        )
+    ],
     "folders in a table's paths": paths_in_a_table,
     "folders above classes": lambda folder: paths_in_a_table(folder, "{}/dog/{:04d}.png"),
-    "JSON lines": json_lines,
-    "a column of parquet": parquet_column,
     "a DatasetDict": a_dataset_dict,
-    "names of files": file_names,
-    "tables in a folder": a_folder_of_tables,
-    "metadata.csv": metadata,
-    "each metadata.csv": lambda folder: [
-        place / split / "metadata.csv" for place in metadata(folder) for split in SPLITS
-    ],
-    "MS-COCO": coco,
+    "names of files": each_split(
+        lambda folder, split, numbers: write_table(
+            pictures_in(folder, numbers) / f"pairs_{split}2017.csv", rows_of(numbers)
+        )
+    ),
+    "tables in a folder": one_folder(
+        lambda folder, split, numbers: write_table(
+            pictures_in(folder, numbers) / f"{split}.csv", rows_of(numbers)
+        )
+    ),
+    "metadata.csv": one_folder(metadata),
+    "each metadata.csv": each_split(metadata),
+    "MS-COCO": each_split(coco),
     "Karpathy": karpathy,
-    "names of tars": named_tars,
-    "json in tars": json_in_tars,
-    "folders with texts": folders_with_texts,
-    "each folder": lambda folder: [
-        place / split for place in folders_with_texts(folder) for split in SPLITS
+    "names of tars": one_folder(
+        lambda folder, split, numbers: write_tar(folder / f"{split}-00000.tar", members(numbers))
+    ),
+    "json in tars": lambda folder: [
+        write_tar(
+            folder / "0.tar",
+            sorted(
+                members()
+                + members(
+                    ending="json", content=lambda n: b'{"split": "%s"}' % split_of(n).encode()
+                )[::2]
+            ),
+        )
     ],
+    "folders with texts": one_folder(a_split_of_texts),
+    "each folder": each_split(a_split_of_texts),
 }
 
 
 @pytest.mark.parametrize("case", SPLIT_INPUTS)
 def test_pack_keeps_the_splits_of_every_input(tmp_path, case, capsys):
-    inputs = SPLIT_INPUTS[case](tmp_path / "in")
-    pack([str(path) for path in inputs], tmp_path / "out")
+    pack([str(path) for path in SPLIT_INPUTS[case](tmp_path / "in")], tmp_path / "out")
     for split, numbers in SPLITS.items():
-        shards = (tmp_path / "out" / split).glob("*.tar")
-        captions = {
-            text for shard in shards for one in read_samples(shard) for text in one.captions
-        }
-        assert captions == set(map(caption, numbers)), split
+        assert captions_in(tmp_path / "out" / split) == set(map(caption, numbers)), split
     assert "splits, by " in capsys.readouterr().out
 
 
-def test_words_that_name_no_split_are_named(tmp_path, capsys):
+def test_what_names_no_split_makes_none(tmp_path, capsys):
+    """Words of a column, and a folder around the pictures that happens to be called test."""
     pictures_in(tmp_path)
-    lines = [
-        json.dumps({"image": f"{n:04d}.png", "text": caption(n), "split": str(n % 3)})
-        for n in range(9)
-    ]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    pack([str(tmp_path / "pairs.jsonl")], tmp_path / "out")
+    table = write_table(tmp_path / "pairs.jsonl", rows_of(range(9), split=lambda n: str(n % 3)))
+    pack([str(table)], tmp_path / "out")
     assert "column 'split' names no split with '0', '1', '2'" in capsys.readouterr().out
-
-
-def test_a_folder_that_is_called_test_holds_no_test_set(tmp_path):
     (alone,) = paths_in_a_table(tmp_path / "one", "test/{1:04d}.png")
     assert len(trained(str(alone))) == PAIRS
-    pictures_in(tmp_path / "test")
-    pack([str(a_csv(tmp_path / "test", "pairs.csv"))], tmp_path / "out", work=Work(progress=False))
-    assert not (tmp_path / "out/test").exists()
+    packing(write_table(pictures_in(tmp_path / "test") / "pairs.csv", rows_of()), tmp_path / "out2")
+    assert not (tmp_path / "out2/test").exists()
 
 
 def test_no_held_out_picture_is_trained_on(tmp_path):
     """Of a table the training rows are shown; shards are refused unless they are named as held out."""
-    (table,) = a_column(tmp_path / "table")
-    assert trained(str(table)).keys() == set(map(caption, SPLITS["train"]))
-    assert retrieved(str(table)).keys() == set(map(caption, SPLITS["test"]))
+    training, testing = (set(map(caption, SPLITS[split])) for split in ("train", "test"))
+    (table,) = SPLIT_INPUTS["a column"](tmp_path / "table")
+    assert trained(str(table)).keys() == training
+    assert retrieved(str(table)).keys() == testing
     assert len(searched(str(table))) == PAIRS
-    (folder,) = named_tars(tmp_path / "tars")
+    (folder,) = SPLIT_INPUTS["names of tars"](tmp_path / "tars")
     for data in (folder, f"{folder}/*.tar"):
         with pytest.raises(UserError, match=r"2 of the 3 shards .* held out .* /?.*/train-\*.tar"):
             parse_sources(f"x={data}")
     assert parse_sources(f"x={folder}/train-*.tar")[0].num_samples == 18
     assert parse_sources(f"x={folder}/{{train,val,test}}-00000.tar")[0].num_samples == PAIRS
-    assert retrieved(str(folder)).keys() == set(map(caption, SPLITS["test"]))
+    assert retrieved(str(folder)).keys() == testing
     assert len(searched(str(folder))) == PAIRS
-    (file,) = parquet_column(tmp_path / "parquet")
-    assert trained(str(file)).keys() == set(map(caption, SPLITS["train"]))
-    (file,) = json_in_tars(tmp_path / "json")
+    (file,) = SPLIT_INPUTS["a column of parquet"](tmp_path / "parquet")
+    assert trained(str(file)).keys() == training
+    (file,) = SPLIT_INPUTS["json in tars"](tmp_path / "json")
     plain = file.read_bytes()
     for content in (gzip.compress(plain), plain):
         file.write_bytes(content)
@@ -679,8 +628,6 @@ CLASSES = {  # folders -> words
     "ImageNet": dict(zip(IMAGENET, ("tench", "goldfish", "Chihuahua"), strict=True)),
     "enumerated": {"1-rose": "rose", "02_tulip": "tulip"},
     "not enumerated": {"3_wheeler": "3 wheeler", "4_wheeler": "4 wheeler"},
-    "numbers": {"0": None, "1": None},
-    "an unknown id": {"n99999999": None, "n01443537": "goldfish"},
     "in natural order": {f"class_{n}": f"class {n}" for n in (2, 10, 1)},
 }
 
@@ -695,41 +642,41 @@ def class_folders(folder: Path, names) -> Path:
 def test_a_class_has_the_same_words_in_pack_and_zero_shot(tmp_path, case):
     folders = CLASSES[case]
     place = class_folders(tmp_path / "in", folders)
-    if None in folders.values():
-        for door in (packed, open_labelled_set):
-            with pytest.raises(UserError, match="classes of .* have no words for captions"):
-                door(str(place))
-        if case == "numbers":
-            settings = PackSettings(templates=("the digit {}.",))
-            pack([str(place)], tmp_path / "out", settings, work=Work(progress=False))
-            assert (tmp_path / "out/classnames.txt").read_text() == "0\n1\n"
-            (place / "classnames.txt").write_text("zero\none\n")
-            assert open_labelled_set(str(place)).names == ["zero", "one"]
-            pack([str(place)], tmp_path / "named", work=Work(progress=False))
-            assert (tmp_path / "named/classnames.txt").read_text() == "one\nzero\n"
-        return
-    pack([str(place)], tmp_path / "out", PackSettings(test_share=0.3), work=Work(progress=False))
+    packing(place, tmp_path / "out", test_share=0.3)
     words = sorted(folders.values(), key=class_order)
     assert (tmp_path / "out/classnames.txt").read_text().splitlines() == words
     ordered = [folders[label] for label in sorted(folders, key=class_order)]
     assert open_labelled_set(str(place)).names == ordered
     assert open_labelled_set(str(tmp_path / "out")).names == words
-    samples = read_samples(tmp_path / "out/train/00000.tar")
-    assert {text for one in samples for text in one.captions} <= {
+    assert captions_in(tmp_path / "out/train") <= {
         class_caption("a photo of a {}.", word) for word in words
     }
+
+
+@pytest.mark.parametrize("names", [("n99999999", "n01443537"), ("0", "1")])
+def test_classes_without_words_need_some(tmp_path, names):
+    place = class_folders(tmp_path / "in", names)
+    for door in (packed, open_labelled_set):
+        with pytest.raises(UserError, match="classes of .* have no words for captions"):
+            door(str(place))
+
+
+def test_numbers_are_words_with_a_template_or_names_of_ones_own(tmp_path):
+    place = class_folders(tmp_path / "in", ("0", "1"))
+    packing(place, tmp_path / "out", templates=("the digit {}.",))
+    assert (tmp_path / "out/classnames.txt").read_text() == "0\n1\n"
+    (place / "classnames.txt").write_text("zero\none\n")
+    assert open_labelled_set(str(place)).names == ["zero", "one"]
+    packing(place, tmp_path / "named")
+    assert (tmp_path / "named/classnames.txt").read_text() == "one\nzero\n"
 
 
 def test_lines_of_class_names_follow_the_numbers(tmp_path):
     place = class_folders(tmp_path / "in", ("class_2", "class_10", "class_1"))
     (tmp_path / "names.txt").write_text("one\ntwo\nten\n")
-    settings = ZeroShotSettings(class_names=tmp_path / "names.txt")
-    opened = open_labelled_set(str(place), settings)
-    assert dict(zip(opened.classes, opened.names, strict=True)) == {
-        "class_1": "one",
-        "class_2": "two",
-        "class_10": "ten",
-    }
+    opened = open_labelled_set(str(place), ZeroShotSettings(class_names=tmp_path / "names.txt"))
+    named = dict(zip(opened.classes, opened.names, strict=True))
+    assert named == {"class_1": "one", "class_2": "two", "class_10": "ten"}
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
@@ -747,21 +694,15 @@ def test_labels_of_the_hub_are_classes(tmp_path, form):
     ]
     about = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
     table = pyarrow.Table.from_pylist(rows).replace_schema_metadata(about)
-    (tmp_path / "in").mkdir()
+    write_dataset(tmp_path / "in", table)
     if form == "parquet":
+        (tmp_path / "in/state.json").unlink()
+        (tmp_path / "in/data.arrow").unlink()
         pyarrow.parquet.write_table(table, tmp_path / "in/train-00000-of-00001.parquet")
-    else:
-        with pyarrow.ipc.new_stream(str(tmp_path / "in/data.arrow"), table.schema) as stream:
-            stream.write_table(table)
-        (tmp_path / "in/state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
-    report = pack([str(tmp_path / "in")], tmp_path / "out", work=Work(progress=False))
+    report = packing(tmp_path / "in", tmp_path / "out")
     assert report["classes"] == {"lion": 2, "polar bear": 1}
     assert {reason: entry["rows"] for reason, entry in report["refused"].items()} == {"no class": 1}
-    samples = read_samples(tmp_path / "out/train/00000.tar")
-    assert {text for one in samples for text in one.captions} == {
-        "a photo of a polar bear.",
-        "a photo of a lion.",
-    }
+    assert captions_in(tmp_path / "out/train") == {"a photo of a polar bear.", "a photo of a lion."}
 
 
 def test_what_is_not_read_is_counted(tmp_path, caplog, capsys):
@@ -773,21 +714,19 @@ def test_what_is_not_read_is_counted(tmp_path, caplog, capsys):
     (place / "shoe/link.png").symlink_to(tmp_path / "elsewhere.png")
     (place / "shoe/near.png").symlink_to(place / "hat/0000.png")
     report = pack([str(place)], tmp_path / "out")
-    said = capsys.readouterr().out
     open_labelled_set(str(place))
-    for words in (said, caplog.text):
+    for words in (capsys.readouterr().out, caplog.text):
         assert "left out: 1 .heic (pip install pillow-heif, or convert)" in words
         assert "no picture: class 'empty'" in words
         assert "links that lead out of the folder, first" in words
     assert report["rows"] == 5
-    folder = tmp_path / "pairs"
-    pictures_in(folder, range(3))
-    for n in range(2):
-        (folder / f"{n:04d}.txt").write_text(caption(n))
+
+
+def test_links_out_of_a_folder_of_texts_are_counted(tmp_path, capsys):
+    listed = [*members(range(2)), *members([2])[:1], ("0007.heic", b"heic"), ("0007.txt", b"x")]
+    folder = write_files(tmp_path / "pairs", listed)
     (folder / "0002.txt").symlink_to("/etc/hostname")
-    (folder / "0007.heic").write_bytes(b"heic")
-    (folder / "0007.txt").write_text("a dog")
-    report = pack([str(folder)], tmp_path / "out2")
+    report = pack([str(folder)], tmp_path / "out")
     said = capsys.readouterr().out
     assert report["pictures"] == 2 and "1 .heic" in said and "1 .txt" in said
     assert "1 links that lead out of the folder" in said
@@ -796,7 +735,7 @@ def test_what_is_not_read_is_counted(tmp_path, caplog, capsys):
         (folder / f"{n:04d}.png").symlink_to(tmp_path / f"{n}.png")
     (folder / "0002.png").unlink()
     with pytest.raises(UserError, match="no picture that is read; .*3 links that lead out"):
-        pack([str(folder)], tmp_path / "out3")
+        packing(folder, tmp_path / "out2")
 
 
 # ----------------------------------------------------------------------------------------------- the text of a caption
@@ -821,47 +760,37 @@ TEXTS = {  # a txt -> its captions; None where the caption is refused
 @pytest.mark.parametrize("case", TEXTS)
 def test_a_text_has_the_same_captions_at_every_door(tmp_path, case):
     content, captions = TEXTS[case]
+    expected = {caption(0), caption(1), *(captions or [])}
     pairs = [*members(range(2)), ("2.png", encoded(picture(2))), ("2.txt", content)]
     write_tar(tmp_path / "in/0.tar", pairs)
-    (tmp_path / "folder").mkdir()
-    for name, each in pairs:
-        (tmp_path / "folder" / name).write_bytes(each)
-    (sample,) = list(read_samples(tmp_path / "in/0.tar"))[2:]
-    assert sample.captions == (captions or [])  # search, finetune
-    for place in (tmp_path / "in", tmp_path / "folder"):
-        out = Path(f"{place}-packed")
-        report = pack([str(place)], out, work=Work(progress=False))
-        written = [one.captions for one in read_samples(out / "train/00000.tar")]
-        assert sorted(written) == sorted([[caption(0)], [caption(1)], *filter(None, [captions])])
+    data = str(tmp_path / "in")
+    assert list(read_samples(tmp_path / "in/0.tar"))[2].captions == (captions or [])
+    for place in (tmp_path / "in", write_files(tmp_path / "folder", pairs)):
+        report = packing(place, tmp_path / f"{place.name}-packed")
+        assert captions_in(tmp_path / f"{place.name}-packed/train") == expected
         assert len(report["refused"]) == (captions is None)
-    faults = check_shards(tmp_path / "in", progress=False).faults
-    assert bool(faults) == (captions is None)
+    assert bool(check_shards(tmp_path / "in", progress=False).faults) == (captions is None)
     if captions is None:
         with pytest.raises(UserError, match="sample '2' has .*caption"):
-            retrieved(str(tmp_path / "in"))
+            retrieved(data)
         with pytest.raises(AssertionError, match="caption"):  # which counts the loss
-            trained(str(tmp_path / "in"))
-        return
-    assert list(retrieved(str(tmp_path / "in")))[2:] == captions
-    assert set(trained(str(tmp_path / "in"))) - {caption(0), caption(1)} <= set(captions)
+            trained(data)
+    else:
+        assert list(retrieved(data))[2:] == captions
+        assert {caption(0), caption(1)} < set(trained(data)) <= expected
 
 
 def test_a_quoted_line_break_is_a_blank_at_every_door(tmp_path):
-    pictures_in(tmp_path / "in", range(3))
-    rows = [f'{n:04d}.png,"picture\r\nnumber {n}"\n' for n in range(3)]
-    (tmp_path / "in/pairs.csv").write_text("image,caption\n" + "".join(rows), newline="")
-    table = str(tmp_path / "in/pairs.csv")
-    assert {name: set(DOORS[name](table)) for name in ("pack", "train", "retrieval")} == {
-        name: set(map(caption, range(3))) for name in ("pack", "train", "retrieval")
-    }
+    rows = rows_of(range(3), caption=lambda n: f'"picture\r\nnumber {n}"')
+    table = str(write_table(pictures_in(tmp_path / "in", range(3)) / "pairs.csv", rows))
+    for name in ("pack", "train", "retrieval"):
+        assert set(DOORS[name](table)) == set(map(caption, range(3))), name
 
 
 def test_words_for_nothing_are_counted_in_the_printed_report(tmp_path, capsys):
-    pictures_in(tmp_path / "in")
     words = ("nan", "None", "NULL", "N/A", "<NA>", "-", ".", "None")
-    rows = [f"{n:04d}.png,{words[n] if n < 8 else caption(n)}\n" for n in range(PAIRS)]
-    (tmp_path / "in/pairs.csv").write_text("image,caption\n" + "".join(rows))
-    pack([str(tmp_path / "in/pairs.csv")], tmp_path / "out")
+    rows = rows_of(caption=lambda n: words[n] if n < 8 else caption(n))
+    pack([str(write_table(pictures_in(tmp_path / "in") / "pairs.csv", rows))], tmp_path / "out")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nothing")]
     assert all(f"1 {word!r}" in line for word in words if word != "None") and "2 'None'" in line
 
@@ -877,25 +806,21 @@ NAMES = {  # (file, name in the table)
     "case": ("A.PNG", "a.png"),
     "Windows": ("p/a.png", "p\\a.png"),
 }
+TABLES = {  # file -> its content for a name; the last is Flickr30K's, without a header
+    "pairs.csv": "image,caption\n{0},a dog\n{0},a cat\n",
+    "excel.csv": "sep=;\nimage;caption\n{0};a dog\n{0};a cat\n",
+    "results.tsv": "{0}\ta dog\n{0}\ta cat\n",
+}
 
 
 @pytest.mark.parametrize("case", NAMES)
-@pytest.mark.parametrize("first", ["", "sep=;\n"])
-def test_a_picture_is_found_by_the_name_that_a_table_gives_it(tmp_path, case, first):
+@pytest.mark.parametrize("table", TABLES)
+def test_a_picture_is_found_by_the_name_that_a_table_gives_it(tmp_path, case, table):
     file, name = NAMES[case]
-    (tmp_path / "in" / file).parent.mkdir(parents=True)
-    (tmp_path / "in" / file).write_bytes(encoded(picture(0)))
-    separator = ";" if first else ","
-    rows = [["image", "caption"], [name, "a dog"], [name, "a cat"]]
-    text = "".join(separator.join(row) + "\n" for row in rows)
-    (tmp_path / "in/pairs.csv").write_text(first + text)
-    report = pack([str(tmp_path / "in/pairs.csv")], tmp_path / "out", work=Work(progress=False))
+    content = TABLES[table].format(name).encode()
+    folder = write_files(tmp_path / "in", [(file, encoded(picture(0))), (table, content)])
+    report = packing(folder / table, tmp_path / "out")
     assert (report["pictures"], report["captions"]) == (1, 2)
-    if not first:
-        plain = tmp_path / "in/results.tsv"  # Flickr30K's, without a header
-        plain.write_text(f"{name}\ta dog\n{name}\ta cat\n")
-        report = pack([str(plain)], tmp_path / "out2", work=Work(progress=False))
-        assert (report["pictures"], report["captions"]) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -907,9 +832,9 @@ def test_a_picture_is_found_by_the_name_that_a_table_gives_it(tmp_path, case, fi
     ],
 )
 def test_base64_is_named_in_a_short_sentence(tmp_path, cell, size):
-    (tmp_path / "pairs.csv").write_text(f'image,caption\n"{cell}",a dog\n')
+    table = write_table(tmp_path / "pairs.csv", [{"image": f'"{cell}"', "caption": "a dog"}])
     with pytest.raises(UserError, match=f"a text of {size} characters .*base64") as error:
-        pack([str(tmp_path / "pairs.csv")], tmp_path / "out", work=Work(progress=False))
+        packing(table, tmp_path / "out")
     assert len(str(error.value)) < 400
 
 

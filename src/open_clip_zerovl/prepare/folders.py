@@ -31,8 +31,7 @@ from open_clip_zerovl.prepare.rows import (
 from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.pictures import (
-    HEIF_ADVICE,
-    HEIF_EXTENSIONS,
+    UNREAD,
     list_pictures,
     notes_of,
     walk,
@@ -311,8 +310,8 @@ class TarReader(SampleReader):
                     if place:
                         yield self._row(row, texts.get(TEXT_EXTENSION), texts.get(_JSON_EXTENSION))
                     else:
-                        heif = next((end for end in HEIF_EXTENSIONS if end in texts), None)
-                        named = f": .{heif} {HEIF_ADVICE}" if heif else ""
+                        unread = next((end for end in UNREAD if end in texts), None)
+                        named = f": .{unread} {UNREAD[unread]}" if unread else ""
                         yield row._replace(refused=f"no picture{named}")
             except ShardError as error:
                 yield Row("", (), file.name, refused=error.reason)

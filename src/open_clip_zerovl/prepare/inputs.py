@@ -19,7 +19,7 @@ from open_clip_zerovl.prepare.parquet import ArrowReader, saved_files
 from open_clip_zerovl.prepare.rows import Reader
 from open_clip_zerovl.prepare.settings import FORMATS, Columns
 from open_clip_zerovl.shards.fetch import Unreachable, fetch_file, is_current
-from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, walk
+from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, left_out, walk
 from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path
 
 ENDINGS = {
@@ -166,7 +166,7 @@ def _form_of_folder(path: Path) -> str:
     counts: Counter[str] = Counter()
     pictures: set[str] = set()
     texts: set[str] = set()
-    others: Counter[str] = Counter()
+    others: list[str] = []
     for file in islice(
         (Path(folder, name) for folder, names in walk(path) for name in names), _LOOKED_AT
     ):
@@ -181,7 +181,7 @@ def _form_of_folder(path: Path) -> str:
         if form:
             counts[form] += 1
         else:
-            others[suffix.lower()] += 1
+            others.append(file.name)
     paired = bool(pictures & texts)
     tables = [form for form in ("table", "json") if counts[form]]
     if paired and tables:
@@ -213,14 +213,9 @@ def _form_of_folder(path: Path) -> str:
         splits = FolderSplits(names)
         levels = class_levels(splits(name)[0] for name in names)
         return "classes" if levels else "folder"  # whose reader refuses it for want of captions
-    seen = (
-        ", ".join(
-            f"{count} {suffix or 'without ending'}" for suffix, count in others.most_common(4)
-        )
-        or "nothing"
-    )
     raise UserError(
-        f"{path} contains no pictures, table, parquet files or tars (found: {seen}): give the folder or file of your pairs"
+        f"{path} contains no pictures, table, parquet files or tars (found: {left_out(others) or 'nothing'}): give the "
+        "folder or file of your pairs"
     )
 
 

@@ -17,16 +17,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from PIL import Image, PngImagePlugin
+from PIL import Image, PngImagePlugin, features
 
 from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.shards.texts import Fault, check_open_files
 
 LARGEST_PICTURE_BYTES = 1 << 30
 
+HAS_AVIF = "avif" in features.modules and features.check("avif")
 HAS_HEIF = importlib.util.find_spec("pillow_heif") is not None
-HEIF_EXTENSIONS = ("heic", "heif")
-HEIF_ADVICE = "(pip install pillow-heif, or convert)"
+#: Endings of pictures that are not read here -> what to do.
+UNREAD = {
+    **dict.fromkeys(() if HAS_HEIF else ("heic", "heif"), "(pip install pillow-heif, or convert)"),
+    **dict.fromkeys(() if HAS_AVIF else ("avif",), "(pip install 'pillow>=11.3', or convert)"),
+}
 #: Pillow's names of the formats that are opened. JPEG includes MPO, which phones write.
 FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO"),
@@ -35,10 +39,13 @@ FORMATS = (
 
 #: Endings of the names of pictures, in folders and in tars; the format of a file is found from its bytes. A sample of a tar
 #: with several pictures gives the first in this order, which begins as that of open_clip's pipeline.
-IMAGE_EXTENSIONS = (
-    *("jpg", "png", "jpeg", "webp", "jpe", "jfif", "mpo", "gif", "bmp", "tif", "tiff", "avif"),
-    *("apng", "jp2", "j2k", "jpx", "ppm", "pgm", "pbm", "pnm", "ico"),
-    *(HEIF_EXTENSIONS if HAS_HEIF else ()),
+IMAGE_EXTENSIONS = tuple(
+    ending
+    for ending in (
+        *("jpg", "png", "jpeg", "webp", "jpe", "jfif", "mpo", "gif", "bmp", "tif", "tiff", "avif"),
+        *("apng", "jp2", "j2k", "jpx", "ppm", "pgm", "pbm", "pnm", "ico", "heic", "heif"),
+    )
+    if ending not in UNREAD
 )
 PICTURE_WORDS = "jpg, png, webp, gif, tif, avif ..."  # for messages
 PICTURE_SUFFIXES = frozenset(f".{extension}" for extension in IMAGE_EXTENSIONS)
@@ -153,8 +160,7 @@ def left_out(names: Iterable[str]) -> str:
     counts = Counter(os.path.splitext(name)[1].lower() or "without ending" for name in names)
     words = []
     for suffix, count in counts.most_common():
-        heif = suffix.removeprefix(".") in HEIF_EXTENSIONS
-        words.append(f"{count:,} {suffix}" + (f" {HEIF_ADVICE}" if heif else ""))
+        words.append(f"{count:,} {suffix} {UNREAD.get(suffix.removeprefix('.'), '')}".rstrip())
     return ", ".join(words)
 
 
