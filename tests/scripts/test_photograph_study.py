@@ -249,6 +249,26 @@ def test_a_batch_is_compared_with_16_at_each_ones_best_rate():
     )
 
 
+def test_a_common_rate_end_to_end_has_a_verdict_with_all_seeds():
+    """At 3e-4 a seed of C is not there: nine pairs, no verdict."""
+    pilot = {"arm": "C", "rate": 1e-3, "pilot": True, "scores": {"flickr8k_mean_recall": 7.0}}
+    records = [pilot] + [
+        {"arm": arm, "rate": rate, "seed": seed, "pilot": False}
+        | {"scores": {"flickr8k_mean_recall": 5 * seed + gain + 0.01 * seed * (arm == "C")}}
+        for arm, gain in (("B", 0), ("C", -2))
+        for rate in (3e-4, 1e-3)
+        for seed in range(10)
+        if (arm, rate, seed) != ("C", 3e-4, 9)
+    ]
+    first, second, third = study_report.common_rates_table(records).splitlines()[2:]
+    assert first.startswith("| 0.0003 | - / - | 9 | 20.0 | 18.0 | -1.96 (") and first.endswith(
+        ") |"
+    )
+    assert second.startswith("| 0.001 | - / 7.0 | 10 | 22.5 | 20.5 | -1.96 (")
+    assert second.endswith("), lower, above the margin |")
+    assert third == "| 0.003 | - / - | 0 |  |  |  |"
+
+
 @pytest.mark.parametrize("part", list(study.units(PROTOCOL)))
 def test_the_committed_records_are_fair_runs_of_the_protocol(part):
     """Each unit has all seeds once, a rate of the ladder, and its arm's samples; arms that are compared have the same."""
