@@ -38,7 +38,7 @@ from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sources import Source, parse_sources
-from open_clip_zerovl.evaluate.metrics import Interval, Measure, interval, mean_over, resampled
+from open_clip_zerovl.evaluate.metrics import Measure, interval, mean_over, resampled
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.report.tables import text_table
 from open_clip_zerovl.shards.pictures import BadPicture
@@ -258,7 +258,7 @@ class Number:
     """A number with its interval over queries."""
 
     value: float
-    interval: Interval
+    interval: tuple[float, float]
 
     def text(self, form: str) -> str:
         """Format as `12.3 [11.0 to 13.5]`."""

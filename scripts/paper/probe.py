@@ -37,11 +37,10 @@ from open_clip_zerovl.data.sets import IndexedSet, class_list, picture_batches
 from open_clip_zerovl.evaluate.metrics import accuracies, class_indices, distinct_names
 from open_clip_zerovl.evaluate.probe import (
     Transform,
-    probe_report,
     probe_row,
     probed_model,
-    stored_features,
 )
+from open_clip_zerovl.features.embed import picture_features
 from open_clip_zerovl.features.encoder import FrozenModel, tower_before_projection
 from open_clip_zerovl.recipe.optimizer import warmup_cosine
 from scripts.paper.probe_sets import open_set
@@ -280,15 +279,15 @@ def probe(options: argparse.Namespace) -> dict[str, Any]:
     loaded, _, _, device = Encoder(options.model, device=options.device).load()
     tower = tower_before_projection(loaded.visual).eval()
     model = probed_model(tower, paper_transform_of(loaded.visual), device=device, amp=options.amp)
-    features, targets = stored_features(
+    features = picture_features(
         model,
         test_set,
-        classes,
         options.out / "features",
         batch_size=settings.micro_batch,
         workers=settings.workers,
         name="test",
     )
+    targets = class_indices(test_set.labels, classes)
     config = loaded.visual.preprocess_cfg
     side = config["size"] if isinstance(config["size"], int) else config["size"][0]
     augmentation = image_transform_train(
@@ -312,7 +311,8 @@ def probe(options: argparse.Namespace) -> dict[str, Any]:
         "history": history,
     }
     names = distinct_names({label: train_set.names.get(label, label) for label in classes})
-    report = probe_report(head_scores(head, features), targets, names, facts)
+    scored = accuracies(head_scores(head, features), targets, names)
+    report = {**facts, "classes": len(names), **scored}
     write_atomically(options.out / "linear_probe.json", json.dumps(report, indent=1) + "\n")
     print(f"{probe_row(report)}\nWritten to {options.out}")
     return report

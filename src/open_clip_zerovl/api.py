@@ -519,13 +519,13 @@ def retrieval(
     Several models are scored on the same pairs, with the difference of RSUM from the first. On several GPUs: torchrun
     --nproc-per-node=N -m open_clip_zerovl.cli retrieval ...
     """
-    from open_clip_zerovl.evaluate.retrieval import run_retrieval, run_retrievals
+    from open_clip_zerovl.evaluate.retrieval import run_retrieval
     from open_clip_zerovl.prepare.door import sets_as_shards
 
     data = sets_as_shards(data, say=_to_stderr)
-    if len(models) > 1:
-        return run_retrievals(_encoders(models, flags), data, settings, files)
-    return run_retrieval(_encoder(models[0], flags), data, settings, files)
+    several = len(models) > 1
+    encoders = _encoders(models, flags) if several else _encoder(models[0], flags)
+    return run_retrieval(encoders, data, settings, files)
 
 
 @command

@@ -3,98 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from torch import nn
 from torchvision.transforms import ToTensor
 
 from open_clip_zerovl import cli
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.sets import IndexedSet, class_list, open_probe_set
+from open_clip_zerovl.data.sets import class_list, open_probe_set
 from open_clip_zerovl.evaluate.metrics import (
     accuracies,
-    confusion_counts,
     distinct_names,
-    most_confused,
 )
 from open_clip_zerovl.evaluate.probe import (
     fit_logistic,
     middle_of_best,
-    probe_report,
     probed_model,
-    stored_features,
     stratified_fifth,
 )
-from open_clip_zerovl.features import embed
-from support.colours import COLOURS, MeanColour, colour_set, drawn, write_folder
+from open_clip_zerovl.features.embed import picture_features
+from support.colours import MeanColour, colour_set, drawn, write_folder
 from support.tars import png, write_tar
-
-
-def features_of(images: IndexedSet, folder: Path, classes=tuple(COLOURS), tower=None):
-    """Features of mean colours, which a later call reads from the folder."""
-    return stored_features(probed_model(tower or MeanColour(), ToTensor()), images, classes, folder)
-
-
-class PowerCut(Exception):
-    pass
-
-
-def test_stored_features_go_on_with_the_missing_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(embed, "LONGEST_RUN", 4)
-    images, read, power_fails = colour_set(10), [], True
-
-    def counting(index: int) -> Image.Image:
-        if power_fails and index == 9:
-            raise PowerCut
-        read.append(index)
-        return images.read(index)
-
-    counted = drawn(images.path, images.labels, counting)
-    with pytest.raises(PowerCut):
-        features_of(counted, tmp_path)
-    power_fails = False
-    read.clear()
-    features, targets = features_of(counted, tmp_path)
-    assert (
-        read == [8, 9]
-        and features.shape == (10, 3)
-        and targets.tolist() == [i % 3 for i in range(10)]
-    )
-    read.clear()
-    assert torch.equal(features_of(counted, tmp_path)[0], features) and read == []
-    # Another tower must not be given these features.
-    other = nn.Sequential(MeanColour(), nn.Linear(3, 2))
-    assert features_of(counted, tmp_path, tower=other)[0].shape == (10, 2)
-
-
-def write_colours(folder: Path, turn: int) -> IndexedSet:
-    """Class folders of pictures whose names and sizes in bytes do not depend on their colours."""
-    for number in range(12):
-        place = folder / list(COLOURS)[number % 3]
-        place.mkdir(parents=True, exist_ok=True)
-        colour = COLOURS[list(COLOURS)[(number + turn) % 3]]
-        Image.new("RGB", (8, 8), colour).save(place / f"{number}.bmp")
-    return open_probe_set(folder, "train")
-
-
-def test_changed_pictures_of_the_same_names_and_sizes_are_noticed(tmp_path):
-    """Stored features were those of the former pictures."""
-    features = []
-    for turn in (0, 1, 1):
-        images = write_colours(tmp_path / "pictures", turn)
-        features.append(features_of(images, tmp_path / "cache")[0])
-    assert not torch.equal(*features[:2]) and torch.equal(*features[1:])
 
 
 def test_quick_way_agrees_with_scikit_learn_on_the_same_features():
@@ -137,22 +71,9 @@ def test_the_fifth_that_chooses_c_holds_a_fifth_of_each_class():
         stratified_fifth(np.arange(8), 0)
 
 
-def test_the_middle_of_equally_good_cs_is_taken():
-    assert middle_of_best({1e-5: 0.5, 1e-3: 0.7, 1e-2: 0.7, 1e-1: 0.7, 10.0: 0.6}) == 1e-2
-    assert middle_of_best({1e-5: 1.0, 1.0: 1.0}) == 1e-5
-    # Far apart, so that any C separates them on the fifth; with the smallest C the fit itself is next to nothing.
-    targets = torch.arange(40) % 2
-    features = torch.stack(
-        [10.0 * targets, torch.randn(40, generator=torch.Generator().manual_seed(0))], 1
-    )
-    fit = fit_logistic(features, targets)
-    assert set(fit.split_accuracy.values()) == {1.0}
-    assert 1e-3 < fit.chosen_c < 10
-
-
 def test_classes_of_one_name_are_written_apart():
     names = distinct_names({"7": "crane", "8": "crane", "9": "cat"})
-    report = probe_report(torch.eye(3)[torch.tensor([0, 0, 2])], torch.arange(3), names, {})
+    report = accuracies(torch.eye(3)[torch.tensor([0, 0, 2])], torch.arange(3), names)
     tops = {name: own["top1"] for name, own in report["per_class"].items()}
     assert tops == {"crane (7)": 1.0, "crane (8)": 0.0, "cat": 1.0}
     assert [(one["class"], one["guess"]) for one in report["most_confused"]] == [
@@ -162,11 +83,17 @@ def test_classes_of_one_name_are_written_apart():
 
 def test_confusions_of_a_small_table():
     scores = torch.eye(6)[torch.tensor([0, 0, 1, 1, 1, 2])]
-    counts = confusion_counts(scores, torch.tensor([0, 0, 1, 2, 2, 2]))
-    assert counts[2].tolist() == [0, 2, 1, 0, 0, 0]
-    assert most_confused(counts, list("abcdef")) == [
-        {"class": "c", "guess": "b", "count": 2, "of": 3}
-    ]
+    found = accuracies(scores, torch.tensor([0, 0, 1, 2, 2, 2]), list("abcdef"))
+    assert found["most_confused"] == [{"class": "c", "guess": "b", "count": 2, "of": 3}]
+
+
+def test_the_middle_of_equally_good_cs_is_taken():
+    """Any C separates the classes; with the smallest the fit itself is next to nothing."""
+    assert middle_of_best({1e-5: 1.0, 1.0: 1.0}) == 1e-5
+    targets = torch.arange(40) % 2
+    features = torch.stack([10.0 * targets, torch.arange(40) % 7], 1)
+    fit = fit_logistic(features, targets)
+    assert set(fit.split_accuracy.values()) == {1.0} and 1e-3 < fit.chosen_c < 10
 
 
 def test_folder_of_classes(tmp_path: Path):
@@ -179,34 +106,6 @@ def test_folder_of_classes(tmp_path: Path):
         open_probe_set(tmp_path / "empty", "train")
     with pytest.raises(UserError, match="does not exist"):
         open_probe_set(tmp_path / "nowhere", "train")
-
-
-def test_features_of_other_pictures_under_the_same_names_are_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    found = []
-    for seed in range(2):  # two sets at one relative path, of one form
-        write_folder(tmp_path / str(seed) / "set", colour_set(6, seed=seed))
-        monkeypatch.chdir(tmp_path / str(seed))
-        found.append(features_of(open_probe_set("set", "train"), tmp_path / "cache")[0])
-    assert not torch.equal(*found)
-    for seed in (5, 6):  # two pictures of one size in bytes
-        colour_set(6, seed=seed).image(0).save("set/red/000.png", "BMP")
-        found.append(features_of(open_probe_set("set", "train"), tmp_path / "cache")[0])
-    for before, after in pairwise(found[1:]):
-        assert [torch.equal(*pair) for pair in zip(after, before, strict=True)] == [True] * 4 + [
-            False,
-            True,
-        ]
-
-
-@pytest.mark.timeout(60)
-def test_a_pipe_among_the_pictures_is_refused_without_a_wait(tmp_path: Path):
-    for label in ("a", "b"):
-        (tmp_path / label).mkdir()
-        os.mkfifo(tmp_path / label / "0.png")
-    with pytest.raises(UserError, match="it is not a regular file but a pipe"):
-        open_probe_set(tmp_path, "train").image(0)
 
 
 def test_shards_with_numbers_and_with_json(tmp_path: Path):
@@ -279,7 +178,7 @@ def test_classes_that_do_not_fit_and_broken_images(tmp_path: Path):
     )
     broken = open_probe_set(tmp_path, "train")
     with pytest.raises(UserError, match="the image of sample 'a' cannot be read"):
-        features_of(broken, tmp_path / "cache", ["0", "1"])
+        picture_features(probed_model(MeanColour(), ToTensor()), broken, None, batch_size=2)
 
 
 def test_the_command(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixture[str]):

@@ -106,72 +106,14 @@ def retrieval_ranks(
         text_to_image, len(image_features), len(text_features), image_features.device
     )
     images, texts = image_features.double(), text_features.double()
-    rows = min(_rows_at_once(chunk_size, len(links)), len(images))
+    positive = _paired_scores(images, texts, links)
+    at_once = min(chunk_size or max(1, CHUNK_BYTES // (16 * len(links))), len(images))
     # All blocks use the same memory: glibc before 2.38 does not reuse freed aligned blocks, so that a new one for each block of
     # rows let a process grow to the size of all scores.
-    exact = images.new_empty(rows, len(texts))
+    exact = images.new_empty(at_once, len(texts))
     rounded = torch.empty_like(exact, dtype=torch.float32)
-
-    def score_rows(start: int, stop: int) -> Tensor:
-        torch.mm(images[start:stop], texts.T, out=exact[: stop - start])
-        return rounded[: stop - start].copy_(exact[: stop - start])
-
-    return _rank(
-        score_rows=score_rows,
-        positive=_paired_scores(images, texts, links).float(),
-        links=links,
-        num_images=len(images),
-        chunk_size=rows,
-    )
-
-
-def _paired_scores(
-    images: Tensor, texts: Tensor, links: Tensor, captions_at_once: int = 4096
-) -> Tensor:
-    """Compute the score (T,) of each caption with its own image."""
-    scores = texts.new_empty(len(texts))
-    image_rows = texts.new_empty(min(captions_at_once, len(texts)), texts.shape[1])
-    for start in range(0, len(texts), captions_at_once):
-        part = slice(start, min(start + captions_at_once, len(texts)))
-        products = torch.index_select(
-            images, 0, links[part], out=image_rows[: part.stop - start]
-        ).mul_(texts[part])
-        torch.sum(products, dim=1, out=scores[part])
-    return scores
-
-
-def _rows_at_once(chunk_size: int | None, num_texts: int) -> int:
-    """Return `C`."""
-    return chunk_size or max(1, CHUNK_BYTES // (16 * num_texts))
-
-
-def _rank(
-    score_rows: Callable[[int, int], Tensor],
-    positive: Tensor,
-    links: Tensor,
-    num_images: int,
-    chunk_size: int,
-) -> dict[str, QueryRanks]:
-    """Rank both directions in one pass over the scores, a block of rows at a time.
-
-    Args:
-        score_rows: (a, b) -> (b - a, T) scores of images a .. b - 1. A call may overwrite the result of the one before.
-        positive: (T,) score of each caption with its image.
-        links: (T,) image of each caption.
-    """
-    texts_by_image = torch.argsort(links, stable=True)  # (T,) captions, grouped by their image
-    image_of_sorted = links[texts_by_image].contiguous()
-    starts = range(0, num_images, chunk_size)
-    edges = torch.tensor([*starts, num_images], device=links.device)
-    bounds = torch.searchsorted(image_of_sorted, edges).tolist()
-
     # Comparisons as 0.0 and 1.0: a sum of booleans makes a copy of 8 bytes each. float32 counts exactly up to 2^24.
-    comparisons = torch.empty(
-        chunk_size,
-        len(links),
-        dtype=torch.float32 if len(links) < 2**24 else torch.float64,
-        device=links.device,
-    )
+    comparisons = exact if len(links) >= 2**24 else torch.empty_like(rounded)
 
     def count(compare: Callable[..., Tensor], scores: Tensor, others: Tensor, dim: int) -> Tensor:
         return compare(scores, others, out=comparisons[: len(scores)]).sum(dim=dim).long()
@@ -179,11 +121,13 @@ def _rank(
     by_image: list[tuple[Tensor, Tensor, Tensor]] = []
     text_above = torch.zeros(len(links), dtype=torch.long, device=links.device)
     text_tied = torch.zeros_like(text_above)
-    for start, low, high in zip(starts, bounds[:-1], bounds[1:], strict=True):
-        scores = score_rows(start, min(start + chunk_size, num_images))  # (C, T)
+    for start in range(0, len(images), at_once):
+        part = images[start : start + at_once]
+        torch.mm(part, texts.T, out=exact[: len(part)])
+        scores = rounded[: len(part)].copy_(exact[: len(part)])  # (C, T)
         # (P,) places of the positives
-        rows = image_of_sorted[low:high] - start
-        columns = texts_by_image[low:high]
+        columns = ((links >= start) & (links < start + len(part))).nonzero()[:, 0]
+        rows = links[columns] - start
         positive_scores = scores[rows, columns]
 
         # (C,)
@@ -206,6 +150,14 @@ def _rank(
     image = [torch.cat(part).cpu() for part in zip(*by_image, strict=True)]
     text = text_above.cpu(), text_tied.cpu(), torch.ones(len(links), dtype=torch.long)
     return {"image_to_text": QueryRanks(*image), "text_to_image": QueryRanks(*text)}
+
+
+def _paired_scores(
+    images: Tensor, texts: Tensor, links: Tensor, captions_at_once: int = 4096
+) -> Tensor:
+    """Compute the score (T,) of each caption with its own image."""
+    parts = zip(links.split(captions_at_once), texts.split(captions_at_once), strict=True)
+    return torch.cat([(images[own] * part).sum(dim=1) for own, part in parts]).float()
 
 
 def recalls(ranks: Mapping[str, QueryRanks], ks: Sequence[int] = RECALL_KS) -> dict[str, float]:
@@ -265,47 +217,34 @@ def recall_bounds(
     """
     links = torch.as_tensor(text_to_image)
     caption_counts = torch.bincount(links)  # (I,) captions of each image
-    chance = {
-        "image_to_text": QueryRanks(
-            torch.zeros_like(caption_counts),
-            torch.full_like(caption_counts, len(links)),
-            caption_counts,
-        ),
-        "text_to_image": QueryRanks(
-            torch.zeros_like(links),
-            torch.full_like(links, len(caption_counts)),
-            torch.ones_like(links),
-        ),
-    }
+
+    def ranks(tied: Tensor, tied_positives: Tensor, text_tied: Tensor) -> dict[str, QueryRanks]:
+        none = torch.zeros_like
+        return {
+            "image_to_text": QueryRanks(none(tied), tied, tied_positives),
+            "text_to_image": QueryRanks(none(text_tied), text_tied, torch.ones_like(text_tied)),
+        }
+
     number = {text: i for i, text in enumerate(dict.fromkeys(captions))}
     texts = torch.tensor([number[text] for text in captions])
     copies = torch.bincount(texts)[texts]  # (T,) captions of the same text
+    all_captions = torch.full_like(caption_counts, len(links))
     # The caption of each image that fewest images share is the best to rank first.
-    fewest = torch.full_like(caption_counts, len(links)).scatter_reduce_(
-        0, links, copies, reduce="amin"
-    )
-    same = (
-        torch.zeros_like(caption_counts)
-        .index_add_(0, links, (copies == fewest[links]).long())
-        .clamp(max=fewest)
-    )
-    best = {
-        "image_to_text": QueryRanks(torch.zeros_like(caption_counts), fewest, same),
-        "text_to_image": QueryRanks(torch.zeros_like(links), copies, torch.ones_like(links)),
-    }
-    return {**chance_bounds(chance), "rsum_best": recalls(best)["rsum"]}
-
-
-def chance_bounds(ranks: Mapping[str, QueryRanks]) -> dict[str, float]:
-    """Compute `rsum_chance` and `rsum_chance_upper` of `recall_bounds`, from ranks where all candidates tie."""
+    fewest = all_captions.scatter_reduce(0, links, copies, reduce="amin")
+    same = torch.zeros_like(fewest).index_add_(0, links, (copies == fewest[links]).long())
+    chance_ranks = ranks(all_captions, caption_counts, torch.full_like(links, len(caption_counts)))
     deviation = 0.0
-    for query_ranks in ranks.values():
+    for query_ranks in chance_ranks.values():
         first, five, ten = hit_probabilities(query_ranks, RECALL_KS)
         # A query scores 3 with a match at the first place, 2 up to the fifth, 1 up to the tenth.
         of_query = 9 * first + 4 * (five - first) + (ten - five) - (first + five + ten) ** 2
         deviation += float(of_query.sum().clamp(min=0)) ** 0.5 / len(query_ranks)
-    chance = recalls(ranks)["rsum"]
-    return {"rsum_chance": chance, "rsum_chance_upper": min(600.0, chance + 200 * deviation)}
+    chance = recalls(chance_ranks)["rsum"]
+    return {
+        "rsum_chance": chance,
+        "rsum_chance_upper": min(600.0, chance + 200 * deviation),
+        "rsum_best": recalls(ranks(fewest, same.clamp(max=fewest), copies))["rsum"],
+    }
 
 
 def _check_features(image_features: Tensor, text_features: Tensor) -> None:
@@ -353,17 +292,23 @@ def distinct_names(named: Mapping[str, str]) -> list[str]:
     return [name if times[name] == 1 else f"{name} ({label})" for label, name in named.items()]
 
 
-def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
+def accuracies(
+    scores: Tensor, targets: Tensor, names: Sequence[Any] | None = None
+) -> dict[str, Any]:
     """Compute accuracies from scores (N, C) and class indices (N,), as shares.
+
+    Args:
+        names: (C,) of the classes. None takes their numbers.
 
     Returns:
         `images`, `top1`, `top1_interval` (95 %, over pictures), `top5` with more than five classes, `mean_per_class` (over the
-        classes that occur), `chance` (1/C), `commonest` (the top-1 of always naming the commonest class), and `per_class`:
-        class index -> `images`, `top1`, `top1_interval`.
+        classes that occur), `chance` (1/C), `commonest` (the top-1 of always naming the commonest class), `per_class`: name
+        -> `images`, `top1`, `top1_interval`, and `most_confused`: the 20 most frequent errors.
 
     Raises:
         UserError: scores that are not finite.
     """
+    names = range(scores.shape[1]) if names is None else names
     right = in_top(1, scores, targets)
     rows = {int(index): right[targets == index] for index in targets.unique()}
     return {
@@ -376,18 +321,11 @@ def accuracies(scores: Tensor, targets: Tensor) -> dict[str, Any]:
         "chance": 1 / scores.shape[1],
         "commonest": max(map(len, rows.values())) / len(targets),
         "per_class": {
-            index: {"images": len(class_rows), **_share(class_rows)}
+            names[index]: {"images": len(class_rows), **_share(class_rows)}
             for index, class_rows in rows.items()
         },
+        "most_confused": _most_confused(scores, targets, names),
     }
-
-
-def named_accuracies(scores: Tensor, targets: Tensor, names: Sequence[str]) -> dict[str, Any]:
-    """Compute `accuracies` with classes by their names, and `most_confused`."""
-    scored = accuracies(scores, targets)
-    per_class = {names[index]: of_class for index, of_class in scored["per_class"].items()}
-    confused = most_confused(confusion_counts(scores, targets), names)
-    return {**scored, "per_class": per_class, "most_confused": confused}
 
 
 def in_top(k: int, scores: Tensor, targets: Tensor) -> Tensor:
@@ -449,30 +387,22 @@ def in_percent(metrics: Mapping[str, Any]) -> str:
     return f"{100 * metrics['top1']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
 
 
-def confusion_counts(scores: Tensor, targets: Tensor) -> np.ndarray:
-    """Count the confusion matrix (C, C) of scores (N, C) and class indices (N,): row the class, column the guess."""
+def _most_confused(scores: Tensor, targets: Tensor, names: Sequence[Any]) -> list[dict[str, Any]]:
+    """List the 20 most frequent errors: `class`, `guess`, `count`, and `of` how many images of the class."""
     classes = scores.shape[1]
-    return (
-        torch.bincount(targets * classes + scores.argmax(dim=1), minlength=classes**2)
-        .reshape(classes, classes)
-        .numpy()
-    )
-
-
-def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
-    """List the 20 most frequent errors in counts (C, C): `class`, `guess`, `count`, and `of` how many images of the class."""
+    places = torch.bincount(targets * classes + scores.argmax(dim=1), minlength=classes**2)
+    counts = places.reshape(classes, classes).numpy()  # row the class, column the guess
     wrong = counts - np.diag(np.diag(counts))
     order = np.argsort(wrong, axis=None, kind="stable")[::-1][:20]
-    rows, columns = np.unravel_index(order, counts.shape)
     return [
         {
-            "class": names[r],
-            "guess": names[c],
-            "count": int(wrong[r, c]),
-            "of": int(counts[r].sum()),
+            "class": names[row],
+            "guess": names[column],
+            "count": int(wrong[row, column]),
+            "of": int(counts[row].sum()),
         }
-        for r, c in zip(rows.tolist(), columns.tolist(), strict=True)
-        if wrong[r, c] > 0
+        for row, column in zip(*np.unravel_index(order, counts.shape), strict=True)
+        if wrong[row, column] > 0
     ]
 
 
@@ -487,8 +417,6 @@ def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[dict[str, An
 
 
 _DRAWS_AT_ONCE_BYTES = 1 << 26
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -556,7 +484,7 @@ def resampled(
     return {name: np.concatenate(part) for name, part in parts.items()}
 
 
-def interval(values: NDArray) -> Interval:
+def interval(values: NDArray) -> tuple[float, float]:
     """Compute the central CONFIDENCE of the values (R,), NaN left out."""
     low, high = np.nanquantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)

@@ -27,12 +27,12 @@ from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.core.processes import take_product_buffer
-from open_clip_zerovl.data.sets import IndexedSet, class_list, open_probe_set
+from open_clip_zerovl.data.sets import class_list, open_probe_set
 from open_clip_zerovl.evaluate.metrics import (
+    accuracies,
     class_indices,
     distinct_names,
     in_percent,
-    named_accuracies,
 )
 from open_clip_zerovl.features.digest import module_digest
 from open_clip_zerovl.features.embed import picture_features
@@ -85,17 +85,19 @@ def run_linear_probe(
     model = probed_model(
         tower_before_projection(loaded.visual).eval(), preprocess, device=device, amp=amp
     )
-    (features, targets), (test_features, test_targets) = (
-        stored_features(
+    features, test_features = (
+        picture_features(
             model,
             images,
-            classes,
             out / "features",
             batch_size=encoder.batch_size,
             workers=encoder.workers,
             name=name,
         )
         for images, name in ((train_set, "train"), (test_set, "test"))
+    )
+    targets, test_targets = (
+        class_indices(images.labels, classes) for images in (train_set, test_set)
     )
     fit = fit_logistic(features, targets, seed=seed)
     facts = {
@@ -110,16 +112,10 @@ def run_linear_probe(
         "converged": fit.converged,
     }
     names = distinct_names({label: train_set.names.get(label, label) for label in classes})
-    result = probe_report(fit.scores(test_features), test_targets, names, facts)
+    scored = accuracies(fit.scores(test_features), test_targets, names)
+    result = {**facts, "classes": len(names), **scored}
     write_atomically(out / "linear_probe.json", json.dumps(result, indent=1) + "\n")
     return result
-
-
-def probe_report(
-    scores: Tensor, targets: Tensor, names: Sequence[str], facts: dict[str, Any]
-) -> dict[str, Any]:
-    """Return facts and accuracies of scores (N, C) and targets (N,), overall and for each class by its name."""
-    return {**facts, "classes": len(names), **named_accuracies(scores, targets, names)}
 
 
 def probe_row(report: dict[str, Any]) -> str:
@@ -156,35 +152,6 @@ def probed_model(
         unit_length=False,
         fingerprints={"image": digest},
     )
-
-
-def stored_features(
-    model: FrozenModel,
-    images: IndexedSet,
-    classes: Sequence[str],
-    folder: Path,
-    *,
-    batch_size: int = 256,
-    workers: int = 0,
-    name: str = "features",
-) -> tuple[Tensor, Tensor]:
-    """Embed the features (N, F) and class indices (N,) of a set, on the CPU.
-
-    Computed once and kept below `folder`.
-
-    A call after an interruption computes the missing features. Those of other pictures or another tower are not used.
-
-    Args:
-        classes: the names of the classes in the order of their indices.
-        name: the name of the set, for the folder and the progress bar.
-
-    Raises:
-        UserError: an image that cannot be read, features that are not finite.
-    """
-    features = picture_features(
-        model, images, folder, batch_size=batch_size, workers=workers, name=name
-    )
-    return features, class_indices(images.labels, classes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

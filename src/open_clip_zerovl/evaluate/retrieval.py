@@ -318,100 +318,68 @@ Features = tuple[Tensor, Tensor, Tensor]
 
 
 def run_retrieval(
-    encoder: Encoder,
+    encoders: Encoder | Mapping[str, Encoder],
     data: str,
     settings: RetrievalSettings | None = None,
     files: RetrievalFiles | None = None,
 ) -> Scores:
-    """Score a model on retrieval sets.
+    """Score one or several models on the same retrieval sets, and write the files that are asked for.
 
-    The text has the paper's row for each.
+    The text has the paper's row of each set, and the differences of RSUM of several models from the first.
 
     Args:
-        encoder: the model. With device `auto` each rank takes one GPU.
+        encoders: the model, or name -> model. With device `auto` each rank takes one GPU.
         data: `name=set::name=set`, see `parse_retrieval_data` and `open_retrieval_set`.
 
     Returns:
-        For each set, its metrics and the counts `images` and `captions`. {} on all ranks but the first.
+        For each set, its metrics and the counts `images` and `captions`; of several models, this for each. {} on all ranks but
+        the first.
 
     Raises:
         UserError: bad data, settings or files, a model that cannot be loaded. On every rank if one finds it.
     """
     settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
-    scored = _score([encoder], data, settings, files)[0]
-    results = {name: dict(of_set.metrics) for name, of_set in scored.items()}
-    text = ""
-    if results:
-        text = format_retrieval(results)
-        how = _how(encoder.model, settings)
-        report = {**how, "results": results}
-        text += _written(files, report, [(how, results)], [*scored.values()], encoder.model)
-    return Scores(results, text)
-
-
-def run_retrievals(
-    encoders: Mapping[str, Encoder],
-    data: str,
-    settings: RetrievalSettings | None = None,
-    files: RetrievalFiles | None = None,
-) -> Scores:
-    """Score several models on the same pairs.
-
-    The text has their rows and the differences of RSUM from the first.
-
-    Args:
-        encoders: name -> model.
-
-    Returns:
-        For each model the result of `run_retrieval`.
-
-    Raises:
-        UserError: as `run_retrieval`.
-    """
-    settings, files = settings or RetrievalSettings(), files or RetrievalFiles()
-    for encoder in encoders.values():
-        encoder.check()
-    scored = dict(zip(encoders, _score([*encoders.values()], data, settings, files), strict=True))
-    results = {
-        model: {name: dict(of_set.metrics) for name, of_set in sets.items()}
-        for model, sets in scored.items()
-    }
+    several = isinstance(encoders, Mapping)
+    models = dict(encoders) if isinstance(encoders, Mapping) else {encoders.model: encoders}
+    scored = dict(zip(models, _score([*models.values()], data, settings, files), strict=True))
     first, *others = scored
     if not scored[first]:
-        return Scores(results, "")
-    side_by_side = {
-        f"{name}, {model}": sets[name] for name in scored[first] for model, sets in scored.items()
-    }
-    differences = {
-        name: {model: rsum_difference(scored[first][name], scored[model][name]) for model in others}
+        return Scores({}, "")
+    shown = {
+        f"{name}, {model}" if several else name: sets[name]
         for name in scored[first]
+        for model, sets in scored.items()
     }
-    rows_of_models = {name: of_set.metrics for name, of_set in side_by_side.items()}
-    text = f"{format_retrieval(rows_of_models)}\n\n{_format_differences(first, differences)}"
-    hows = {model: _how(encoder.model, settings) for model, encoder in encoders.items()}
-    of_models = {model: {**hows[model], "results": results[model]} for model in results}
-    report = {"models": of_models, "rsum_differences_from_the_first": differences}
-    shown = [replace(of_set, name=name) for name, of_set in side_by_side.items()]
-    rows = [(hows[model], results[model]) for model in results]
-    text += _written(files, report, rows, shown, ", ".join(encoders))
-    return Scores(results, text)
-
-
-def _written(
-    files: RetrievalFiles,
-    report: Mapping[str, Any],
-    models: Sequence[tuple[Mapping[str, Any], Mapping[str, Mapping[str, float]]]],
-    shown: Sequence[GallerySet],
-    model: str,
-) -> str:
-    """Write the files that are asked for, and return the line of the gallery."""
+    reports: dict[str, dict[str, Any]] = {
+        model: {
+            "model": encoder.model,
+            "split": settings.split,
+            "captions_per_image": settings.captions_per_image,
+            "transform": "squash 256, crop 224" if settings.paper_transform else "checkpoint",
+            "results": {name: dict(of_set.metrics) for name, of_set in scored[model].items()},
+        }
+        for model, encoder in models.items()
+    }
+    text = format_retrieval({name: of_set.metrics for name, of_set in shown.items()})
+    report = reports[first]
+    if several:
+        differences = {
+            name: {
+                model: rsum_difference(scored[first][name], scored[model][name]) for model in others
+            }
+            for name in scored[first]
+        }
+        text += f"\n\n{_format_differences(first, differences)}"
+        report = {"models": reports, "rsum_differences_from_the_first": differences}
     if files.json is not None:
         write_atomically(files.json, json.dumps(report, indent=2) + "\n")
     if files.csv is not None:
-        write_csv(files.csv, models)
-    if files.gallery is None:
-        return ""
-    return f"\nGallery: {write_gallery(files.gallery, shown, model=model)}"
+        write_csv(files.csv, [*reports.values()])
+    if files.gallery is not None:
+        pictured = [replace(of_set, name=name) for name, of_set in shown.items()]
+        text += f"\nGallery: {write_gallery(files.gallery, pictured, model=', '.join(models))}"
+    results = {model: of_model["results"] for model, of_model in reports.items()}
+    return Scores(results if several else results[first], text)
 
 
 def _score(
@@ -428,6 +396,8 @@ def _score(
         name: open_retrieval_set(path, settings.split)
         for name, path in parse_retrieval_data(data).items()
     }
+    for encoder in encoders:
+        encoder.check()
     every: list[dict[str, GallerySet]] = []
     with _ranks() as ranks:
         for encoder in encoders:
@@ -519,16 +489,6 @@ def score_set(
     return GallerySet.scored(
         name, dataset.captions(settings.captions_per_image), dataset.image, features
     )
-
-
-def _how(model: str, settings: RetrievalSettings) -> dict[str, Any]:
-    """Describe how a model was scored, for files."""
-    return {
-        "model": model,
-        "split": settings.split,
-        "captions_per_image": settings.captions_per_image,
-        "transform": "squash 256, crop 224" if settings.paper_transform else "checkpoint",
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -652,30 +612,23 @@ def _format_differences(
     return f"{text_table(header, rows)}\n{note}"
 
 
-def write_csv(
-    path: str | os.PathLike[str],
-    models: Sequence[tuple[Mapping[str, Any], Mapping[str, Mapping[str, float]]]],
-) -> None:
+def write_csv(path: str | os.PathLike[str], reports: Sequence[Mapping[str, Any]]) -> None:
     """Write a table of one row a model and set: the settings, recalls as shares in [0, 1], RSUM in percent points.
 
     Args:
-        models: for each its settings, which are columns, and its results.
+        reports: for each model its settings, which are columns, and its results.
 
     Raises:
         UserError: the file cannot be written.
     """
     rows = [
-        {
-            "set": name,
-            **settings,
-            "captions_per_image": settings["captions_per_image"] or "all",
-            **row,
-        }
-        for settings, results in models
-        for name, row in results.items()
+        {"set": name, **report, "captions_per_image": report["captions_per_image"] or "all", **row}
+        for report in reports
+        for name, row in report["results"].items()
     ]
+    columns = [name for name in rows[0] if name != "results"]
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, [*rows[0]])
+    writer = csv.DictWriter(text, columns, extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
     write_atomically(path, text.getvalue())

@@ -33,11 +33,11 @@ from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, class_words, fil
 from open_clip_zerovl.data.sets import IndexedSet, class_list, open_probe_set, parse_retrieval_data
 from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.evaluate.metrics import (
+    accuracies,
     class_indices,
     distinct_names,
     in_percent,
     is_above_chance,
-    named_accuracies,
 )
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.features.embed import picture_features
@@ -257,7 +257,7 @@ def score_labelled(
     name: str,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Compute `named_accuracies` of a model on one set, and by source.
+    """Compute `accuracies` of a model on one set, and by source.
 
     Args:
         folder: folder for the pictures' features. None stores nothing.
@@ -272,14 +272,13 @@ def score_labelled(
     scores = classify(images, class_features(dataset.captions(), model.texts, progress=progress))
     targets = class_indices(dataset.images.labels, dataset.classes)
     shown = distinct_names(dict(zip(dataset.classes, dataset.names, strict=True)))
-    result = {**named_accuracies(scores, targets, shown), "classes": len(dataset.classes)}
+    result = {**accuracies(scores, targets, shown), "classes": len(dataset.classes)}
     places: dict[str, list[int]] = {}
     for number, sample in enumerate(dataset.images.samples):
         places.setdefault(sample.source, []).append(number)
     if "" not in places:
         result["sources"] = {
-            name: named_accuracies(scores[rows], targets[rows], shown)
-            for name, rows in places.items()
+            name: accuracies(scores[rows], targets[rows], shown) for name, rows in places.items()
         }
     return result
 
