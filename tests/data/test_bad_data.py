@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import io
 import json
 import logging
 import os
@@ -17,7 +16,6 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from open_clip import SimpleTokenizer
@@ -33,26 +31,11 @@ from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.sampling.schedule import Batching, ShardSlice
 from open_clip_zerovl.shards.texts import MAX_CAPTION_CHARACTERS
 from support import ROOT, loading, warm
-from support.tars import encoded, noise_jpeg, png, write_source, write_tar
+from support.tars import add_file, encoded, noise_jpeg, png, write_source, write_tar
 
 SIZE = 12  # samples a shard; the bad one is number BAD of the first
 BAD = 5
 Members = list[tuple[str, bytes]]
-
-
-def grey(mode: str, form: str = "PNG", size: tuple[int, int] = (9, 7), **options) -> bytes:
-    """A picture of the grey level 200 (CMYK: of 200 in each ink)."""
-    channels = len(Image.new(mode, (1, 1)).getbands())
-    level = 255 if mode == "1" else (200,) * channels if channels > 1 else 200
-    if mode in ("RGBA", "LA"):  # opaque: what is transparent is white
-        level = (*level[:-1], 255)
-    image = Image.new("L", size, 200).convert(mode) if mode == "P" else Image.new(mode, size, level)
-    return encoded(image, form, **options)
-
-
-def animation(form: str, **options) -> bytes:
-    frames = [Image.new("RGB", (9, 7), (level,) * 3) for level in (200, 0)]
-    return encoded(frames[0], form, save_all=True, append_images=frames[1:], **options)
 
 
 def bomb() -> bytes:
@@ -77,26 +60,14 @@ SAMPLES: dict[str, tuple[tuple[str, bytes] | None, bytes | None, str | None]] = 
     "a truncated JPEG": (("jpg", JPEG[: len(JPEG) // 2]), b"x 5", "undecodable image"),
     "a truncated PNG": (("png", png((200, 200, 200), 64)[:-60]), b"x 5", "undecodable image"),
     "a web page for an image": (("jpg", b"<html>404</html>"), b"x 5", "undecodable image"),
-    "floating-point pixels": (("png", grey("F", "TIFF")), b"x 5", "undecodable image"),
+    "floating-point pixels": (
+        ("png", encoded(Image.new("F", (9, 7)), "TIFF")),
+        b"x 5",
+        "undecodable image",
+    ),
     "a decompression bomb": (("png", bomb()), b"x 5", "oversized image"),
     "a one-pixel image": (("png", png((9, 9, 9), 1)), b"x 5", "one-pixel image"),
-    "a line of one pixel": (("png", grey("RGB", size=(40, 1))), b"x 5", "one-pixel image"),
-    "a CMYK JPEG": (("jpg", grey("CMYK", "JPEG")), b"x 5", None),
-    "a 16-bit PNG": (
-        ("png", encoded(Image.fromarray(np.full((7, 9), 200 << 8, dtype=np.uint16)))),
-        b"x 5",
-        None,
-    ),
-    "a palette with transparency": (
-        ("png", grey("P", transparency=bytes([0, 128] * 100))),
-        b"x 5",
-        None,
-    ),
-    "an alpha channel": (("png", grey("RGBA")), b"x 5", None),
-    "grey with alpha": (("png", grey("LA")), b"x 5", None),
-    "one bit a pixel": (("png", grey("1")), b"x 5", None),
-    "an animated GIF": (("png", animation("GIF")), b"x 5", None),
-    "an animated WebP": (("webp", animation("WEBP", lossless=True)), b"x 5", None),
+    "a line of one pixel": (("png", encoded(Image.new("RGB", (40, 1)))), b"x 5", "one-pixel image"),
     "a PNG called jpg": (("jpg", png((200, 200, 200))), b"x 5", None),
     "an upper-case suffix": (("JPG", JPEG), b"x 5", None),
     "no image": (None, b"x 5", "no image"),
@@ -171,20 +142,15 @@ def sizes_as(count: int) -> Callable[[Path], None]:
 
 
 def extra_members(shard: Path) -> None:
-    members = good_members()
     with tarfile.open(shard, "w") as tar:
-        for index, (name, content) in enumerate(members):
-            for extra in (f"__meta{index}__", name.split(".")[0] + f".{index}.json", "README"):
+        for name, content in good_members():
+            for extra in (f"__meta{name}__", f"{name.partition('.')[0]}.{name}.json", "README"):
                 tar.addfile(tarfile.TarInfo(extra))
-            folder = tarfile.TarInfo(f"dir{index}")
-            folder.type = tarfile.DIRTYPE
-            tar.addfile(folder)
-            link = tarfile.TarInfo(f"latest{index}")
-            link.type, link.linkname = tarfile.SYMTYPE, "elsewhere"
-            tar.addfile(link)
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+            for extra, kind in (("folder", tarfile.DIRTYPE), ("latest", tarfile.SYMTYPE)):
+                info = tarfile.TarInfo(f"{extra}-{name.partition('.')[0]}")
+                info.type, info.linkname = kind, "elsewhere"
+                tar.addfile(info)
+            add_file(tar, name, content)
 
 
 def long_names(shard: Path) -> None:
@@ -274,13 +240,6 @@ def test_a_rotten_sample(tmp_path, kind):
     everything = list(range(2 * SIZE))
     if reason is None:
         assert sorted(seen) == everything and loader.lost == {}
-        (pixels,) = [images[ids == BAD] for images, ids, _ in batches if (ids == BAD).any()]
-        grey = {
-            "a CMYK JPEG": 55 * 55 // 255,
-            "an upper-case suffix": None,
-            "one bit a pixel": None,
-        }.get(kind, 200)
-        assert grey is None or abs(pixels.double().mean().item() - grey) < 4
     else:
         assert loader.lost == {"s": {reason: 1}} and len(seen) == 2 * SIZE
         assert set(seen) == set(everything) - {

@@ -12,7 +12,7 @@
     bytes --decode_pixels--> (H, W, 3) uint8 --PixelTransform--> (3, S, S) uint8 in channels-last memory
 
 For the same random draws its picture is that of PIL and torchvision to rounding: at most 2 grey levels in 99.9 % of the pixels
-(`tests/data/test_pixels.py`). Resizing is torch's antialiased kernel on uint8 rows, three to six times as fast as PIL's.
+(`tests/data/test_images.py`). Resizing is torch's antialiased kernel on uint8 rows, three to six times as fast as PIL's.
 `simplejpeg` decodes upright JPEGs in grey or colour. Everything else (turned by EXIF, CMYK, PNG, WebP, torn files) goes through
 `decode_image`, and so the same pictures are refused on both paths.
 
