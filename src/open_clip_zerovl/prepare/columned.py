@@ -15,11 +15,11 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.columns import (
@@ -38,13 +38,13 @@ from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES
 from open_clip_zerovl.shards.texts import json_array
 
-_LONGEST_ROW_LINES, _LONGEST_ROW_BYTES = 200, 1 << 20  # a longer row comes of a stray quote
-_TOO_MANY = "more fields than the header"
-_PLAIN_LINE_BYTES = 100_000  # the csv module takes fields of up to 131,072 characters
+_LONGEST_ROW_LINES = 200  # a longer row comes of a stray quote
+_LONGEST_ROW = 1 << 20  # characters
+_PLAIN_LINE = 100_000  # the csv module takes fields of up to 131,072 characters
+_TOO_MANY, _STRAY = "more fields than the header", "a stray quote"
 
 
-@dataclass
-class CsvRow:
+class CsvRow(NamedTuple):
     """A row of a table.
 
     Attributes:
@@ -60,111 +60,77 @@ class CsvRow:
     readable: bool = True
 
 
-class _TooLong(Exception):
-    """A row has more lines or bytes than a row may have."""
-
-
-class CsvRows:
-    """The rows of a table, stray quotes included. The caller sets `width` and `image` when it has read the header.
+def csv_rows(
+    file: IO[bytes], separator: str, width: int, image: int, line: int = 1
+) -> Iterator[CsvRow]:
+    """Yield the rows of a table, stray quotes included.
 
     Args:
-        file: the table, at its beginning.
+        file: the table, at the beginning of a row.
         separator: between columns.
+        width: the number of columns.
+        image: the place of the picture's column.
         line: the number of the file's next line.
-        pictures: endings of picture files (".jpg"): a line of a longer row is a row if its `image` has such an ending.
+    """
+    waiting: deque[str] = deque()  # lines that a stray quote had taken into a row
+
+    def read() -> str:
+        return waiting.popleft() if waiting else file.readline().decode("utf-8", "surrogateescape")
+
+    text = read().removeprefix("\ufeff")
+    while text:
+        taken, odd, readable = [text], "", True
+        fields = as_it_stands(text, separator)
+        # Nearly every line is plain. The csv module takes three times as long.
+        if '"' in text or "\r" in text[:-2] or len(text) >= _PLAIN_LINE:
+            fields, odd = _quoted_row(taken, read, separator)
+            if odd or _are_rows(taken, separator, width, image):
+                # the first line is the row; the other lines are read again
+                waiting.extendleft(reversed(taken[1:]))
+                del taken[1:]
+                odd = odd or _STRAY
+                fields = as_it_stands(text, separator)
+                readable = odd == _STRAY and len(fields) == width
+        if not odd and any(fields[width:]):
+            odd, readable = _TOO_MANY, False
+        if fields and text.rstrip("\r\n"):
+            yield CsvRow(line, fields, odd, readable)
+        line += len(taken)
+        text = read()
+
+
+def _quoted_row(taken: list[str], read: Callable[[], str], separator: str) -> tuple[list[str], str]:
+    """Parse a row with the csv module, and return its fields and the fault of its quoting.
+
+    Args:
+        taken: its first line. Further ones are added.
     """
 
-    def __init__(
-        self, file: BinaryIO, separator: str, pictures: tuple[str, ...], line: int = 1
-    ) -> None:
-        self.file = file
-        self.separator = separator
-        self.pictures = pictures
-        self.width, self.image = 0, 0  # fields of the header, and which one is the image
-        self._waiting: deque[bytes] = deque()  # lines that a stray quote had taken into a row
-        self._taken: list[bytes] = []  # lines of the current row
-        self._first, self._line = True, line
-
-    def __iter__(self) -> Iterator[CsvRow]:
-        line = self._line
-        reader = self._reader()
-        while True:
-            self._taken.clear()
-            odd, fields = "", []
-            raw = self._waiting.popleft() if self._waiting else self.file.readline()
-            if (
-                self.width
-                and b'"' not in raw
-                and raw.find(b"\r", 0, -2) < 0
-                and 0 < len(raw) < _PLAIN_LINE_BYTES
-            ):
-                # Nearly every line. The csv module takes three times as long.
-                fields = as_it_stands(raw.decode("utf-8", "surrogateescape"), self.separator)
-                if fields != [""]:
-                    more = any(fields[self.width :])
-                    yield CsvRow(line, fields, _TOO_MANY if more else "", not more)
-                line += 1
-                continue
-            self._waiting.appendleft(raw)
-            try:
-                fields = next(reader)
-            except StopIteration:
+    def lines() -> Iterator[str]:
+        yield taken[0]
+        while more := read():
+            taken.append(more)
+            if len(taken) > _LONGEST_ROW_LINES or sum(map(len, taken)) > _LONGEST_ROW:
                 return
-            except csv.Error as error:
-                odd = str(error) if "larger" in str(error) else "a stray quote"
-            except _TooLong:
-                odd = "a stray quote"
-            if not odd and self._has_stray_quote():
-                odd = "a stray quote"
-            if odd:  # the first line is the row; the other lines are read again
-                self._waiting.extendleft(reversed(self._taken[1:]))
-                del self._taken[1:]
-                reader = self._reader()
-            readable = True
-            if odd:
-                fields = as_it_stands(self._text(0), self.separator)
-                readable = odd == "a stray quote" and len(fields) == self.width
-            elif self.width and any(fields[self.width :]):
-                odd, readable = _TOO_MANY, False
-            if fields:
-                yield CsvRow(line, fields, odd, readable)
-            line += len(self._taken)
-            self._first = False
+            yield more
 
-    def _reader(self) -> Iterator[list[str]]:
-        return csv.reader(self._lines(), delimiter=self.separator, strict=True)
+    try:
+        return next(csv.reader(lines(), delimiter=separator, strict=True), []), ""
+    except csv.Error as error:
+        return [], str(error) if "larger" in str(error) else _STRAY
 
-    def _lines(self) -> Iterator[str]:
-        """Yield the lines that the csv reader takes, kept in `_taken`."""
-        while line := self._waiting.popleft() if self._waiting else self.file.readline():
-            self._taken.append(line)
-            if (
-                len(self._taken) > _LONGEST_ROW_LINES
-                or sum(map(len, self._taken)) > _LONGEST_ROW_BYTES
-            ):
-                raise _TooLong
-            yield self._text(-1)
 
-    def _text(self, index: int) -> str:
-        """Line `index` of the current row, without the file's byte-order mark."""
-        mark = self._first and len(self._taken) == 1
-        return self._taken[index].decode("utf-8-sig" if mark else "utf-8", "surrogateescape")
-
-    def _has_stray_quote(self) -> bool:
-        """Return whether a row of several lines is several rows: its first line and another one each have all fields."""
-        lines = [
-            as_it_stands(self._text(index), self.separator) for index in range(len(self._taken))
-        ]
-        if len(lines) == 1 or not self.width or len(lines[0]) != self.width:
-            return False
-        return any(
-            len(fields) == self.width
-            and (
-                fields[self.image].lower().endswith(self.pictures)
-                or not any('"' in field for field in fields)
-            )
-            for fields in lines[1:]
+def _are_rows(taken: Sequence[str], separator: str, width: int, image: int) -> bool:
+    """Return whether a row of several lines is several rows: its first line and another one each have all fields."""
+    first, *others = (as_it_stands(text, separator) for text in taken)
+    return len(first) == width and any(
+        len(fields) == width
+        and (
+            fields[image].lower().endswith(tuple(PICTURE_SUFFIXES))
+            or not any('"' in field for field in fields)
         )
+        for fields in others
+    )
 
 
 def as_it_stands(line: str, separator: str) -> list[str]:
@@ -185,19 +151,21 @@ class TableReader(ColumnReader):
 
     def __init__(self, path: Path, wanted: Columns) -> None:
         self._of_file(path, wanted)
-        header = self._first_line()
-        # a spreadsheet's line of its own
-        said = re.fullmatch(r"sep=(.)", header)
+        with opened_table(path) as file:
+            first, second = file.readline(1 << 20), file.readline(1 << 20)
+        if b"\0" in first:
+            raise UserError(
+                f"{path} is not UTF-8 text (UTF-16 without its mark?): save it as CSV in UTF-8"
+            )
+        header = first.decode("utf-8-sig", "replace").rstrip("\r\n")
+        said = re.fullmatch(r"sep=(.)", header)  # a spreadsheet's line of its own
         self.begin = 1 if said else 0
+        if said:
+            header = second.decode("utf-8", "replace").rstrip("\r\n")
         try:
-            header = self._first_line(skip=self.begin)
             self.separator = wanted.separator or (said[1] if said else guess_separator(header))
-            self.names = [
-                name.strip() for name in next(csv.reader([header], delimiter=self.separator), [])
-            ]
-        except (
-            csv.Error
-        ) as error:  # a field of more than 128 KiB, or a carriage return between fields
+            fields = next(csv.reader([header], delimiter=self.separator), [])
+        except csv.Error as error:  # a long field, or a carriage return between fields
             lines = (
                 " (lines that end in a carriage return alone, as some programs save them?)"
                 if "\r" in header
@@ -206,6 +174,7 @@ class TableReader(ColumnReader):
             raise UserError(
                 f"the first line of {path} cannot be read as columns{lines}: save it as CSV with line ends of Unix or Windows"
             ) from error
+        self.names = [name.strip() for name in fields]
         self.has_header = not any(names_a_picture(name) for name in self.names)
         self.chosen = (
             choose(str(path), self.names, wanted) if self.has_header else self._headerless()
@@ -214,46 +183,27 @@ class TableReader(ColumnReader):
         self.columns = f"{self.chosen.words}, separator {self.separator!r}{header_words}"
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
-        chosen = self.chosen
-        places = [(name, self.names.index(name)) for name in chosen.read]
-        least = max(place for _, place in places)
+        places = {name: self.names.index(name) for name in self.chosen.read}
+        shape = len(self.names), places[self.chosen.picture]
         stray: list[int] = []
         with opened_table(file) as table:
             for _ in range(self.begin):
                 table.readline()
-            records = CsvRows(
-                cast(BinaryIO, table), self.separator, tuple(PICTURE_SUFFIXES), line=1 + self.begin
-            )
-            shape = len(self.names), self.names.index(chosen.picture)
-            if not self.has_header:
-                records.width, records.image = shape
-            for number, record in enumerate(records):
-                if number == 0 and self.has_header:
-                    records.width, records.image = shape
-                elif not record.readable:
-                    yield record.line, record.odd
-                elif len(record.fields) <= least:
-                    yield record.line, "fewer fields than the header"
+            rows = csv_rows(table, self.separator, *shape, line=1 + self.begin)
+            for row in islice(rows, int(self.has_header), None):
+                if not row.readable:
+                    yield row.line, row.odd
+                elif len(row.fields) <= max(places.values()):
+                    yield row.line, "fewer fields than the header"
                 else:
-                    if record.odd:  # read as it stands
-                        stray.append(record.line)
-                    yield record.line, {name: record.fields[place] for name, place in places}
+                    if row.odd:  # read as it stands
+                        stray.append(row.line)
+                    yield row.line, {name: row.fields[place] for name, place in places.items()}
         if stray:
             shown = ", ".join(map(str, stray[:3])) + (" ..." if len(stray) > 3 else "")
             self.notes = [
                 f"a stray quote in {len(stray)} lines, which are read as they stand, quote included: {shown}"
             ]
-
-    def _first_line(self, skip: int = 0) -> str:
-        with opened_table(self.path) as file:
-            for _ in range(skip):
-                file.readline(1 << 20)
-            first = file.readline(1 << 20)
-        if b"\0" in first:
-            raise UserError(
-                f"{self.path} is not UTF-8 text (UTF-16 without its mark?): save it as CSV in UTF-8"
-            )
-        return first.decode("utf-8-sig", "replace").rstrip("\r\n")
 
     def _headerless(self) -> Chosen:
         """Choose the columns of a table whose first line is a row: numbers, or one picture and one caption."""
