@@ -13,15 +13,14 @@ import pytest
 from PIL import Image, ImageOps
 
 from open_clip_zerovl import cli
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare import near
 from open_clip_zerovl.prepare.near import (
     BITS,
     NEAR,
     SHOWN,
-    NearIndex,
     NearPair,
     Overlap,
+    nearest,
     picture_hashes,
     write_overlap,
 )
@@ -94,19 +93,17 @@ def originals() -> list[Image.Image]:
 
 
 def test_copies_are_as_near_as_stated_and_distinct_pictures_far(originals):
-    hashes = [picture_hashes(jpeg(image))[0] for image in originals]
-    index = NearIndex(hashes)
+    hashes = np.stack([picture_hashes(jpeg(image))[0] for image in originals])
     for name, (copy, most) in COPIES.items():
-        numbers, distances = index.nearest(
-            [picture_hashes(copy(image))[0] for image in originals], NEAR
-        )
+        copies = np.stack([picture_hashes(copy(image))[0] for image in originals])
+        numbers, distances = nearest(hashes, copies)
         assert numbers.tolist() == list(range(21)), name
         assert distances.max() <= most, (name, distances)
-    others = NearIndex(
+    others = np.stack(
         [picture_hashes(jpeg(fractal(seed, 160, 120)))[0] for seed in range(100, 160)]
     )
-    assert others.nearest(hashes, BITS // 4)[0].tolist() == [-1] * 21
-    far = np.bitwise_count(np.stack(hashes)[:, None] ^ others.words.T).sum(axis=-1)
+    assert nearest(others, hashes, BITS // 4)[0].tolist() == [-1] * 21
+    far = np.bitwise_count(hashes[:, None] ^ others).sum(axis=-1)
     assert far.min() > 85 and far.mean() == pytest.approx(BITS / 2, abs=3)
 
 
@@ -114,8 +111,7 @@ def test_a_picture_is_turned_as_its_exif_says(originals):
     exif = Image.Exif()
     exif[0x0112] = 6  # shown turned by 90 degrees
     lying = jpeg(originals[0].transpose(Image.Transpose.ROTATE_90), exif=exif)
-    index = NearIndex([picture_hashes(jpeg(originals[0]))[0]])
-    assert index.nearest([picture_hashes(lying)[0]])[1][0] <= 8
+    assert nearest(picture_hashes(jpeg(originals[0]))[:1], picture_hashes(lying)[:1])[1][0] <= 8
     with pytest.raises(BadPicture):
         picture_hashes(b"no picture")
 
@@ -134,15 +130,15 @@ def test_a_transparent_picture_is_compared_as_it_is_shown_on_white():
                 Image.composite(glyph, Image.new("RGBA", glyph.size, "white"), glyph).convert("RGB")
             )
         )
-    index = NearIndex([picture_hashes(content)[0] for content in shown])
-    hashes = [picture_hashes(content)[0] for content in transparent]
-    numbers, distances = index.nearest(hashes, BITS)
+    index = np.stack([picture_hashes(content)[0] for content in shown])
+    hashes = np.stack([picture_hashes(content)[0] for content in transparent])
+    numbers, distances = nearest(index, hashes, BITS)
     assert numbers.tolist() == [0, 1] and distances.max() <= 10
-    assert NearIndex(hashes[:1]).nearest(hashes[1:])[0].tolist() == [-1]
+    assert nearest(hashes[:1], hashes[1:])[0].tolist() == [-1]
 
 
 def test_mirrored_copies_and_uniform_borders_are_found(originals):
-    index = NearIndex([picture_hashes(jpeg(image))[0] for image in originals])
+    index = np.stack([picture_hashes(jpeg(image))[0] for image in originals])
     copies_of: list[tuple[Callable[[Image.Image], Image.Image], int]] = [
         (ImageOps.mirror, 1),
         (lambda image: resized(ImageOps.mirror(image), 0.5), 1),
@@ -151,14 +147,11 @@ def test_mirrored_copies_and_uniform_borders_are_found(originals):
     ]
     for copy, side in copies_of:
         copies = [picture_hashes(jpeg(copy(image), 75)) for image in originals]
-        assert index.nearest([hashes[side] for hashes in copies])[0].tolist() == list(range(21)), (
-            side
-        )
+        near_side = np.stack([hashes[side] for hashes in copies])
         # The other side of a picture is as far as another picture.
-        assert (
-            index.nearest([hashes[1 if side == 2 else 0] for hashes in copies])[0].tolist()
-            == [-1] * 21
-        )
+        far_side = np.stack([hashes[1 if side == 2 else 0] for hashes in copies])
+        assert nearest(index, near_side)[0].tolist() == list(range(21)), side
+        assert nearest(index, far_side)[0].tolist() == [-1] * 21, side
     assert picture_hashes(jpeg(Image.new("RGB", (64, 64), "white"))).shape == (2, 4)
 
 
@@ -178,7 +171,7 @@ def test_the_nearest_is_found_at_every_distance_as_by_comparing_all(monkeypatch)
     every = np.bitwise_count(asked[:, None] ^ tests).sum(axis=-1)
     monkeypatch.setattr(near, "_BLOCK_PAIRS", 300 * 7)
     for within in (0, 1, 5, NEAR, 64):
-        numbers, distances = NearIndex(tests).nearest(asked, within)
+        numbers, distances = nearest(tests, asked, within)
         expected = np.where(every.min(axis=1) <= within, every.argmin(axis=1), -1)
         assert numbers.tolist() == expected.tolist()
         found = numbers >= 0
@@ -187,8 +180,6 @@ def test_the_nearest_is_found_at_every_distance_as_by_comparing_all(monkeypatch)
             and (distances[~found] == BITS + 1).all()
         )
         assert found.sum() == within + 1
-    with pytest.raises(UserError, match="no picture that can be compared"):
-        NearIndex([])
 
 
 def test_the_command_lists_planted_copies_and_no_others(tmp_path: Path, originals, capsys):
@@ -203,6 +194,8 @@ def test_the_command_lists_planted_copies_and_no_others(tmp_path: Path, original
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "x.jpg").write_bytes(jpeg(cropped(originals[20], 0.02)))
     (tmp_path / "b" / "pairs.csv").write_text("filepath,title\nx.jpg,a bird\nx.jpg,the same bird\n")
+    (tmp_path / "rotten").mkdir()
+    (tmp_path / "rotten/x.jpg").write_bytes(b"no picture")
     (tmp_path / "val" / "n01").mkdir(parents=True)
     (tmp_path / "val" / "n01" / "bird.jpg").write_bytes(jpeg(originals[20]))
     command = [
@@ -233,6 +226,7 @@ def test_the_command_lists_planted_copies_and_no_others(tmp_path: Path, original
     for more, sentence in (
         (["--distance", "90"], "a distance of 90 is out of range; take 0 to 64 of 256 bits"),
         (["--test", f"x={tmp_path}/none"], "does not exist"),
+        (["--test", f"x={tmp_path}/rotten"], "holds no picture that can be compared"),
     ):
         assert cli.main([*command, *more, "--out", str(tmp_path / "no")]) == 2
         assert sentence in capsys.readouterr().err

@@ -19,10 +19,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,70 +101,47 @@ def _without_borders(grey: Image.Image) -> Image.Image:
     return grey.crop((box[0], box[1], box[2], box[3]))
 
 
-def hashes_or_none(content: bytes) -> Hashes | None:
-    """Hash a picture by `picture_hashes`, or return None for one that cannot be decoded."""
-    try:
-        return picture_hashes(content)
-    except BadPicture:
-        return None
-
-
 def hash_all(
     pictures: Iterable[tuple[Key, bytes]], threads: int = 4
 ) -> Iterator[list[tuple[Key, bytes, Hashes | None]]]:
-    """Yield (key, content, `hashes_or_none`) of each (key, encoded picture), in order, in blocks of PICTURES_AT_ONCE."""
+    """Yield (key, content, its hashes, None for no picture) of each (key, encoded picture), in order, in blocks."""
+
+    def hashes_or_none(entry: tuple[Key, bytes]) -> Hashes | None:
+        try:
+            return picture_hashes(entry[1])
+        except BadPicture:
+            return None
+
     source = iter(pictures)
     with ThreadPoolExecutor(threads) as pool:
         while block := list(islice(source, PICTURES_AT_ONCE)):
-            hashed = pool.map(hashes_or_none, (content for _, content in block))
-            yield [
-                (key, content, hashes) for (key, content), hashes in zip(block, hashed, strict=True)
-            ]
+            hashed = pool.map(hashes_or_none, block)
+            yield [(*entry, hashes) for entry, hashes in zip(block, hashed, strict=True)]
 
 
-class NearIndex:
-    """Hashes of test pictures, asked for the nearest one.
+def nearest(
+    tests: Hashes, asked: Hashes, within: int = NEAR
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Find the nearest test picture (T, 4) of each hash (n, 4), the first of equally near ones, and its distance.
 
     All T hashes are compared with all n asked ones, block by block.
+
+    Returns:
+        (n,) numbers, -1 where none is within the distance. (n,) distances, BITS + 1 there.
     """
-
-    def __init__(self, hashes: Sequence[Hashes] | Hashes) -> None:
-        """
-        Args:
-            hashes: (T, 4).
-
-        Raises:
-            UserError: no hash.
-        """
-        if not len(hashes):
-            raise UserError("the test set holds no picture that can be compared")
-        self.words = np.ascontiguousarray(np.stack(list(hashes)).T)  # (4, T)
-
-    def __len__(self) -> int:
-        """Return T."""
-        return self.words.shape[1]
-
-    def nearest(
-        self, hashes: Sequence[Hashes] | Hashes, within: int = NEAR
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Find the nearest test picture of each hash (n, 4), the first of equally near ones, and its distance.
-
-        Returns:
-            (n,) numbers, -1 where none is within the distance. (n,) distances, BITS + 1 there.
-        """
-        asked = np.asarray(hashes, dtype=np.uint64).reshape(-1, _WORDS)
-        number = np.full(len(asked), -1, dtype=np.int64)
-        distance = np.full(len(asked), BITS + 1, dtype=np.int64)
-        rows_at_once = max(1, _BLOCK_PAIRS // len(self))
-        for start in range(0, len(asked), rows_at_once):
-            block = asked[start : start + rows_at_once]
-            away = np.zeros((len(block), len(self)), dtype=np.uint16)
-            for word in range(_WORDS):
-                away += np.bitwise_count(block[:, word, None] ^ self.words[word])
-            least = away.min(axis=1)
-            rows = np.flatnonzero(least <= within)
-            number[start + rows], distance[start + rows] = away[rows].argmin(axis=1), least[rows]
-        return number, distance
+    number = np.full(len(asked), -1, dtype=np.int64)
+    distance = np.full(len(asked), BITS + 1, dtype=np.int64)
+    words = np.ascontiguousarray(tests.T)  # (4, T)
+    rows_at_once = max(1, _BLOCK_PAIRS // len(tests))
+    for start in range(0, len(asked), rows_at_once):
+        block = asked[start : start + rows_at_once]
+        away = np.zeros((len(block), len(tests)), dtype=np.uint16)
+        for word in range(_WORDS):
+            away += np.bitwise_count(block[:, word, None] ^ words[word])
+        least = away.min(axis=1)
+        rows = np.flatnonzero(least <= within)
+        number[start + rows], distance[start + rows] = away[rows].argmin(axis=1), least[rows]
+    return number, distance
 
 
 # ---------------------------------------------------------------------------------- pictures of sources and of test sets
@@ -174,26 +152,23 @@ _KEPT = 1000  # pairs whose thumbnails are kept, of which the page shows some
 
 @dataclass(frozen=True)
 class ComparedSets:
-    """The pictures of one or several test sets, with an index of their hashes.
+    """The pictures of one or several test sets, with their hashes.
 
     Attributes:
         pictures: those of all sets that can be decoded. `source` is the set.
-        index: their hashes, with and without uniform borders.
+        hashes: (T, 4), with and without uniform borders.
         owners: the number of the picture of each hash.
         unreadable: pictures that cannot be decoded, left out.
     """
 
     pictures: Sequence[Picture]
-    index: NearIndex
+    hashes: Hashes
     owners: Sequence[int]
     unreadable: int
 
     def counts(self) -> dict[str, int]:
         """Test set -> its pictures."""
-        return {
-            name: sum(picture.source == name for picture in self.pictures)
-            for name in dict.fromkeys(p.source for p in self.pictures)
-        }
+        return dict(Counter(picture.source for picture in self.pictures))
 
 
 class Place(NamedTuple):
@@ -232,8 +207,8 @@ class Overlap:
 
     tests: dict[str, int]
     within: int
-    samples: dict[str, int] = field(default_factory=dict)
-    unreadable: dict[str, int] = field(default_factory=dict)
+    samples: Counter[str] = field(default_factory=Counter)
+    unreadable: Counter[str] = field(default_factory=Counter)
     pairs: list[NearPair] = field(default_factory=list)
     thumbnails: dict[int, tuple[str, str]] = field(default_factory=dict)
 
@@ -269,18 +244,16 @@ def open_test_sets(
     hashes: list[Hashes] = []
     owners: list[int] = []
     readable: list[Picture] = []
-    hashed = chain.from_iterable(
-        hash_all(((picture, picture.content()) for picture in pictures), threads)
-    )
-    bar = tqdm(
-        hashed, total=len(pictures), desc="test sets", unit=" pictures", disable=not progress
-    )
-    for picture, _, picture_hashes in bar:
-        if picture_hashes is not None:
-            hashes += list(picture_hashes[::2])  # not those of its mirror image
-            owners += [len(readable)] * len(picture_hashes[::2])
-            readable.append(picture)
-    return ComparedSets(readable, NearIndex(hashes), owners, len(pictures) - len(readable))
+    bar = tqdm(pictures, desc="test sets", unit=" pictures", disable=not progress)
+    for block in hash_all(((picture, picture.content()) for picture in bar), threads):
+        for picture, _, each in block:
+            if each is not None:
+                hashes += list(each[::2])  # not those of its mirror image
+                owners += [len(readable)] * len(each[::2])
+                readable.append(picture)
+    if not hashes:
+        raise UserError("the test set holds no picture that can be compared")
+    return ComparedSets(readable, np.stack(hashes), owners, len(pictures) - len(readable))
 
 
 def _test_pictures(name: str, path: Path, split: str) -> list[Picture]:
@@ -336,37 +309,35 @@ def _pictures_of(source: Source, progress: bool) -> Iterator[tuple[Place, bytes]
 def match(
     pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, overlap: Overlap, threads: int = 4
 ) -> None:
-    """Compare training pictures with test sets, and add to `found`: counts, pairs, thumbnails of the first ones."""
+    """Compare training pictures with test sets, and add counts, pairs and thumbnails of the first ones to `overlap`."""
     for block in hash_all(pictures, threads):
-        asked = []
-        for place, content, hashes in block:
-            overlap.samples[place.source] = overlap.samples.get(place.source, 0) + 1
-            overlap.unreadable[place.source] = overlap.unreadable.get(place.source, 0) + (
-                hashes is None
-            )
-            if hashes is not None:
-                asked.append((place, content, hashes))
-        _add_pairs(asked, tests, overlap)
+        for place, _, hashes in block:
+            overlap.samples[place.source] += 1
+            overlap.unreadable[place.source] += hashes is None
+        readable = [
+            (place, content, hashes) for place, content, hashes in block if hashes is not None
+        ]
+        if readable:
+            _add_pairs(readable, tests, overlap)
 
 
 def _add_pairs(
     asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets, overlap: Overlap
 ) -> None:
-    if not asked:
-        return
-    numbers, distances = tests.index.nearest(
-        np.concatenate([hashes for _, _, hashes in asked]), overlap.within
-    )
+    hashes = np.concatenate([hashes for _, _, hashes in asked])
+    numbers, distances = nearest(tests.hashes, hashes, overlap.within)
     first = 0  # of a picture's hashes
     for place, content, hashes in asked:
         best = first + int(distances[first : first + len(hashes)].argmin())
-        mirrored, first = bool((best - first) % 2), first + len(hashes)
+        mirrored = bool((best - first) % 2)
+        first += len(hashes)
         if numbers[best] < 0:
             continue
-        test, distance = tests.pictures[tests.owners[numbers[best]]], int(distances[best])
+        test = tests.pictures[tests.owners[numbers[best]]]
         if len(overlap.pairs) < _KEPT:
             overlap.thumbnails[len(overlap.pairs)] = _thumbnail(content), _thumbnail(test.content())
-        overlap.pairs.append(NearPair(*place, test.source, test.key, distance, mirrored))
+        pair = NearPair(*place, test.source, test.key, int(distances[best]), mirrored)
+        overlap.pairs.append(pair)
 
 
 def _thumbnail(content: bytes) -> str:
@@ -429,13 +400,12 @@ def run_overlap(
     opened = open_test_sets(tests, split=split, threads=threads)
     overlap = find_overlap(data, opened, within=within, threads=threads)
     write_overlap(overlap, out)
-    lines = [overlap_text(overlap), f"Written: {out / 'near.html'}, {out / 'near.json'}"]
+    lines = [overlap_text(overlap)]
     if opened.unreadable:
-        unreadable = (
+        lines.append(
             f"{opened.unreadable} test pictures could not be decoded and were not compared."
         )
-        lines.insert(1, unreadable)
-    return "\n".join(lines)
+    return "\n".join([*lines, f"Written: {out / 'near.html'}, {out / 'near.json'}"])
 
 
 def near_exclusion(
@@ -455,7 +425,7 @@ def near_exclusion(
     check_distance(within)
     sets = open_test_sets(tests, threads=threads, progress=progress)
     names = ", ".join(sets.counts())
-    digest = digest_of(sets.index.words)[:16]
+    digest = digest_of(np.ascontiguousarray(sets.hashes.T))[:16]
 
     def keys(candidates: Iterator[Candidate]) -> Iterator[str]:
         overlap = Overlap(sets.counts(), within)
