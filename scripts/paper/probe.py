@@ -8,6 +8,13 @@ coefficient 0.001, both also for the bias; warm-up over 1/9 of the steps, then a
 transform, squash to 256 and crop 224 (2.2, A.9). The tower runs in micro-batches; the classifier takes its step on the whole
 batch.
 
+DATA is a set of `zerovl linear-probe`, such as a folder of class folders (ImageNet), or one of Tables 11 and 12 as its authors
+publish it; nothing is downloaded:
+
+    food101:DIR  pets:DIR  aircraft:DIR  places365:DIR  inat2021:DIR      as torchvision lays them out
+    cub:DIR                     CUB-200-2011 with its images.txt and train_test_split.txt (torchvision does not know it)
+    inat17:DIR                  iNaturalist 2017 with its train2017.json and val2017.json (torchvision knows no split of it)
+
 Legend: `N` images, `B` effective batch, `b` images of one micro-batch, `F` width of the features, `C` classes.
 """
 
@@ -16,14 +23,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torchvision.datasets as tvd
 from timm.optim.lars import Lars
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -33,7 +43,13 @@ from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.core.files import check_writable, digest_of, save_atomically, write_atomically
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.images import image_transform_train, paper_transform_of
-from open_clip_zerovl.data.sets import IndexedSet, class_list, picture_batches
+from open_clip_zerovl.data.sets import (
+    IndexedSet,
+    Picture,
+    class_list,
+    open_probe_set,
+    picture_batches,
+)
 from open_clip_zerovl.evaluate.metrics import accuracies, class_indices, distinct_names
 from open_clip_zerovl.evaluate.probe import (
     Transform,
@@ -43,7 +59,6 @@ from open_clip_zerovl.evaluate.probe import (
 from open_clip_zerovl.features.embed import picture_features
 from open_clip_zerovl.features.encoder import FrozenModel, tower_before_projection
 from open_clip_zerovl.recipe.optimizer import warmup_cosine
-from scripts.paper.probe_sets import open_set
 
 MOMENTUM = 0.9
 TRUST_COEFFICIENT = 0.001
@@ -110,30 +125,6 @@ def lars(head: nn.Linear, weight_decay: float = 0.0) -> Lars:
     )
 
 
-def tower_features(
-    model: FrozenModel,
-    images: IndexedSet,
-    transform: Transform,
-    batches: Sequence[Sequence[int]],
-    settings: Settings,
-    epoch: int,
-) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yield features (b, F) on the device and indices (b,) of each micro-batch.
-
-    Args:
-        transform: image -> (3, H, W); its random numbers for image i depend on (seed, epoch, i) alone.
-        batches: the indices of the images of each micro-batch.
-    """
-    for pixels, rows in picture_batches(
-        images,
-        transform,
-        seed_of=lambda index: stream_seed(settings.seed, Purpose.PROBE_IMAGE, epoch, index),
-        batch_sampler=batches,
-        num_workers=settings.workers,
-    ):
-        yield model.images(pixels), rows
-
-
 def train_lars(
     model: FrozenModel,
     images: IndexedSet,
@@ -191,16 +182,36 @@ def train_lars(
         total=settings.epochs,
     )
     for epoch in bar:
-        micro_batches = _micro_batches(
-            len(images), batch, settings.micro_batch, settings.seed, epoch
+        features = (
+            (model.images(pixels), rows)
+            for pixels, rows in picture_batches(
+                images,
+                transform,
+                seed_of=partial(stream_seed, settings.seed, Purpose.PROBE_IMAGE, epoch),
+                batch_sampler=_micro_batches(
+                    len(images), batch, settings.micro_batch, settings.seed, epoch
+                ),
+                num_workers=settings.workers,
+            )
         )
-        features = tower_features(model, images, transform, micro_batches, settings, epoch)
-        batches = _effective_batches(((own, targets[rows]) for own, rows in features), batch)
-        rates = [
-            warmup_cosine(epoch * per_epoch + step, steps, settings.lr, round(WARMUP_SHARE * steps))
-            for step in range(per_epoch)
-        ]
-        loss_sum, right = _train_epoch(head, optimizer, batches, rates)
+        loss_sum, right = 0.0, 0
+        for step in range(per_epoch):
+            parts = []
+            while sum(len(rows) for _, rows in parts) < batch:
+                parts.append(next(features))
+            classes_of = targets[[row for _, rows in parts for row in rows]]
+            rate = warmup_cosine(
+                epoch * per_epoch + step, steps, settings.lr, round(WARMUP_SHARE * steps)
+            )
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            scores = head(torch.cat([part for part, _ in parts]))
+            loss = F.cross_entropy(scores, classes_of)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.item()
+            right += int((scores.argmax(1) == classes_of).sum())
         if not math.isfinite(loss_sum):
             raise UserError(
                 f"the probe's loss is not finite in epoch {epoch + 1}; lower --lr (it was {settings.lr:g})"
@@ -233,37 +244,116 @@ def _micro_batches(
     ]
 
 
-def _effective_batches(
-    pieces: Iterable[tuple[Tensor, Tensor]], batch: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield features (B, F) and targets (B,) of each effective batch, put together from its micro-batches."""
-    waiting: list[tuple[Tensor, Tensor]] = []
-    for piece in pieces:
-        waiting.append(piece)
-        if sum(len(targets) for _, targets in waiting) == batch:
-            features, targets = (torch.cat(column) for column in zip(*waiting, strict=True))
-            yield features, targets
-            waiting = []
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+Listing = tuple[Sequence[str | os.PathLike[str]], Sequence[str]]
 
 
-def _train_epoch(
-    head: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    rates: Sequence[float],
-) -> tuple[float, int]:
-    """Take one step a batch, at its learning rate, and return the sum of the losses and the number of right guesses."""
-    loss_sum, right = 0.0, 0
-    for (features, targets), rate in zip(batches, rates, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        scores = head(features)
-        loss = F.cross_entropy(scores, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        loss_sum, right = loss_sum + loss.item(), right + int((scores.argmax(1) == targets).sum())
-    return loss_sum, right
+def _torchvision(
+    dataset: Callable[..., Any], train: str, test: str, files: str, targets: str, **options: Any
+) -> Callable[[Path, str], Listing]:
+    """The listing of a dataset of torchvision, whose attributes hold the files and the numbers of their classes.
+
+    The files are opened by this package: torchvision opens pictures of any format.
+    """
+
+    def listing(root: Path, role: str) -> Listing:
+        split = train if role == "train" else test
+        opened = dataset(str(root), split=split, download=False, **options)
+        labels = [opened.classes[target] for target in getattr(opened, targets)]
+        listed = getattr(opened, files)
+        return [file[0] if isinstance(file, tuple) else file for file in listed], labels
+
+    return listing
+
+
+def _inat2021(root: Path, role: str) -> Listing:
+    version = "2021_train" if role == "train" else "2021_valid"
+    opened = tvd.INaturalist(str(root), version=version, download=False)
+    labels = [opened.all_categories[category] for category, _ in opened.index]
+    names = [name for _, name in opened.index]
+    return [Path(opened.root, *place) for place in zip(labels, names, strict=True)], labels
+
+
+def _inat17(root: Path, role: str) -> Listing:
+    annotations = root / ("train2017.json" if role == "train" else "val2017.json")
+    content = json.loads(annotations.read_text(encoding="utf-8"))
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    category_of = {row["image_id"]: names[row["category_id"]] for row in content["annotations"]}
+    images = content["images"]
+    return [root / image["file_name"] for image in images], [
+        category_of[image["id"]] for image in images
+    ]
+
+
+def _cub(root: Path, role: str) -> Listing:
+    root = root / "CUB_200_2011" if (root / "CUB_200_2011").is_dir() else root
+
+    def column(name: str) -> dict[str, str]:
+        """The second column of a file by the first, an image's number."""
+        rows = (
+            line.split(maxsplit=1)
+            for line in (root / name).read_text(encoding="utf-8").splitlines()
+        )
+        return {row[0]: row[1].strip() for row in rows if row}
+
+    of_training, files = column("train_test_split.txt"), column("images.txt")
+    chosen = [
+        file
+        for number, file in files.items()
+        if of_training[number] == ("1" if role == "train" else "0")
+    ]
+    return [root / "images" / file for file in chosen], [file.split("/")[0] for file in chosen]
+
+
+_DATASETS: dict[str, Callable[[Path, str], Listing]] = {
+    "cub": _cub,
+    "food101": _torchvision(tvd.Food101, "train", "test", "_image_files", "_labels"),
+    "pets": _torchvision(tvd.OxfordIIITPet, "trainval", "test", "_images", "_labels"),
+    "aircraft": _torchvision(tvd.FGVCAircraft, "trainval", "test", "_image_files", "_labels"),
+    # The 256 px edition, with its validation split: the test split has no labels.
+    "places365": _torchvision(
+        tvd.Places365, "train-standard", "val", "imgs", "targets", small=True
+    ),
+    "inat2021": _inat2021,
+    "inat17": _inat17,
+}
+
+
+def open_set(spec: str, role: str) -> IndexedSet:
+    """Index a labelled set; the text of this module lists the forms of `spec`.
+
+    Args:
+        role: `train` or `test`; it chooses the split of a dataset that has splits of its own.
+
+    Raises:
+        UserError: a set that is not there or is incomplete.
+    """
+    kind, colon, root = spec.partition(":")
+    if not colon or "/" in kind:
+        return open_probe_set(spec, role)
+    if kind not in _DATASETS:
+        raise UserError(
+            f"{spec!r} names the unknown dataset {kind!r}; known: {', '.join(_DATASETS)}, or give a folder"
+        )
+    try:
+        files, labels = _DATASETS[kind](Path(root).expanduser(), role)
+    except RuntimeError as error:  # torchvision's sentence offers a download
+        raise UserError(
+            f"{kind} is not complete under {root}; fetch and unpack it first, as docs/probing.md shows"
+        ) from error
+    pairs = zip(files, labels, strict=True)
+    return IndexedSet(
+        f"{kind}:{root} ({role})",
+        [Picture(os.path.basename(file), file, label=label) for file, label in pairs],
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def probe(options: argparse.Namespace) -> dict[str, Any]:
@@ -323,9 +413,7 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="as for zerovl retrieval")
-    parser.add_argument(
-        "--train", required=True, metavar="DATA", help="see scripts/paper/probe_sets.py"
-    )
+    parser.add_argument("--train", required=True, metavar="DATA", help="of the forms above")
     parser.add_argument("--test", required=True, metavar="DATA")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
