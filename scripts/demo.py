@@ -24,7 +24,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from open_clip_zerovl.cli import main as zerovl
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.core.processes import TrainingProcess, start_training
 from open_clip_zerovl.report.run import RECORD, read_record
 from scripts.drawn.emoji import SOURCES
@@ -130,33 +130,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "flags", nargs="*", metavar="-- FLAGS", help="training flags for both runs, after --"
     )
     options = parser.parse_args(argv)
-    try:
-        check_flags(options.flags)
-        return run(options)
-    except UserError as error:
-        print(f"demo: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            "\ndemo: interrupted; finished parts are kept, and the same command continues",
-            file=sys.stderr,
-        )
-        return 130
-
-
-def check_flags(flags: Sequence[str]) -> None:
-    """
-    Raises:
-        UserError: a flag that the demo sets itself.
-    """
-    for name in (word.split("=")[0] for word in flags):
-        if name in OWN_FLAGS:
-            raise UserError(f"the demo sets {name} itself: {OWN_FLAGS[name]}; leave it out")
+    return ended(lambda: run(options), "demo")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the data, train twice, compare, export; returns the exit status."""
+    """Make the data, train twice, compare, export; returns the exit status.
+
+    Raises:
+        UserError: a flag that the demo sets itself, a part that failed.
+    """
     start = time.monotonic()
+    for name in (word.split("=")[0] for word in options.flags):
+        if name in OWN_FLAGS:
+            raise UserError(f"the demo sets {name} itself: {OWN_FLAGS[name]}; leave it out")
     runs = {sampling: run_of(sampling, options) for sampling in SAMPLINGS}
     epochs = int(runs["debiased"].value("--epochs"))
     print("1/4 Data: four emoji sets as four sources", flush=True)
@@ -176,11 +162,13 @@ def run(options: argparse.Namespace) -> int:
     fields = ("--concept", "concept", "--held-out", "held_out")
     out = options.out / "bias"
     words = [*models, "--data", data, *fields, "--out", str(out), "--device", "cpu"]
-    print(f"\npython -m scripts.paper.bias {shlex.join(words)}", flush=True)
     table = io.StringIO()
-    with redirect_stdout(table):
-        status = bias.main(words)
-    check_status("bias", status)
+
+    def measure(words: list[str]) -> int:
+        with redirect_stdout(table):
+            return bias.main(words)
+
+    call(measure, "python -m scripts.paper.bias", words)
     print(judgement(json.loads((out / "bias.json").read_text(encoding="utf-8")), epochs))
     print(table.getvalue(), end="")
     print(
@@ -188,28 +176,27 @@ def run(options: argparse.Namespace) -> int:
         flush=True,
     )
     exported = options.out / runs["debiased"].value("--model").replace("/", "-")
-    call("export", str(runs["debiased"].checkpoint), str(exported), "--force")
-    check_stock_loading(exported)
+    call(zerovl, "zerovl", ["export", str(runs["debiased"].checkpoint), str(exported), "--force"])
+    place = f"local-dir:{exported.resolve()}"
+    stock = [sys.executable, "-c", STOCK_LOADING, place]
+    subprocess.run(stock, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True)
     print(f"Done in {time.monotonic() - start:.0f} s.")
     return 0
 
 
-def call(*words: str) -> None:
-    """Print and run a command of `zerovl`. UserError if it fails."""
-    print(f"\nzerovl {shlex.join(words)}", flush=True)
-    check_status(f"zerovl {words[0]}", zerovl(list(words)))
+def call(program: Callable[[list[str]], int], name: str, words: Sequence[str]) -> None:
+    """Print and run a command.
 
-
-def check_status(program: str, status: int) -> None:
-    """
     Raises:
-        UserError: a program failed.
+        UserError: it failed.
         KeyboardInterrupt: it was interrupted.
     """
+    print(f"\n{name} {shlex.join(words)}", flush=True)
+    status = program(list(words))
     if status == 130:
         raise KeyboardInterrupt
     if status:
-        raise UserError(f"{program} ended with status {status}")
+        raise UserError(f"{name} ended with status {status}")
 
 
 def train(runs: dict[str, Run], epochs: int) -> None:
@@ -231,7 +218,10 @@ def train(runs: dict[str, Run], epochs: int) -> None:
         while going:
             going = any(child.is_running() for child in children.values())
             for sampling, bar in bars.items():
-                advance(bar, runs[sampling].folder)
+                folder = runs[sampling].folder
+                if steps := read_record(folder)["step"] if (folder / RECORD).is_file() else []:
+                    bar.n = steps[-1]["at"]
+                    bar.set_postfix_str(f"loss {steps[-1]['loss']}"[:9])
             time.sleep(going)
         for child in children.values():
             child.check()
@@ -242,14 +232,6 @@ def train(runs: dict[str, Run], epochs: int) -> None:
             child.stop()
         for bar in bars.values():
             bar.close()
-
-
-def advance(bar: tqdm, folder: Path) -> None:
-    """Move a run's bar to the last step of its record."""
-    steps = read_record(folder)["step"] if (folder / RECORD).is_file() else []
-    if steps:
-        bar.n = steps[-1]["at"]
-        bar.set_postfix_str(f"loss {steps[-1]['loss']}"[:9])
 
 
 def judgement(rows: list[dict], epochs: int) -> str:
@@ -282,25 +264,6 @@ assert "open_clip_zerovl" not in sys.modules and torch.isfinite(features).all()
 print(f"  open_clip.create_model_and_transforms({sys.argv[1]!r}) -> {type(model).__name__}, "
       f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
 """
-
-
-def check_stock_loading(folder: Path) -> None:
-    """Load the exported folder with open_clip alone, offline, in a fresh process.
-
-    Raises:
-        UserError: it does not load.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", STOCK_LOADING, f"local-dir:{folder.resolve()}"],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        raise UserError(
-            f"stock open_clip does not load {folder}: {done.stderr.strip().splitlines()[-1]}"
-        )
-    print(done.stdout.rstrip())
 
 
 if __name__ == "__main__":

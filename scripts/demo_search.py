@@ -20,7 +20,7 @@ import numpy as np
 from open_clip_zerovl.align.rows import open_sources
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.cli import main as zerovl
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import ended
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.evaluate.search import Searcher, write_search_page
 from open_clip_zerovl.evaluate.settings import SearchSettings
@@ -29,7 +29,8 @@ from open_clip_zerovl.finetune.data import find_data
 from scripts.drawn.make import prepare_emoji
 from scripts.encoders import fetch_encoders
 
-ALIGNED, SEARCHED = ("twemoji", "openmoji", "fluent"), "noto"
+ALIGNED = ("twemoji", "openmoji", "fluent")
+BEST = 5  # pictures of a query
 QUERIES = (
     "a slice of pizza",
     "somebody is very angry",
@@ -44,22 +45,6 @@ QUERIES = (
 )
 
 
-def queries_of(train_data: str, count: int = len(QUERIES)) -> list[str]:
-    """Captions of some samples that are spread evenly over the data."""
-    samples = SourceSamples(open_sources(train_data, "").opened, "text")
-    numbers = np.linspace(0, len(samples.caption_starts) - 2, count).astype(int)
-    return [samples.sample(number)[0][1] for number in numbers.tolist()]
-
-
-def answer(model: Path, data: str, queries: Sequence[str], page: Path, *, best: int = 5) -> None:
-    """Search for each query and write one page with the best pictures of each."""
-    collection = open_collection(data)
-    searcher = Searcher(Encoder(str(model)), collection, cache=page.parent / "search")
-    found = {query: searcher.find(query, None, best) for query in queries}
-    words = SearchSettings(words=f"{len(queries)} queries", best=best)
-    write_search_page(page, found, collection, None, words)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.demo_search",
@@ -70,32 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("demo-search"), metavar="DIR")
     parser.add_argument("--encoders", type=Path, default=Path("encoders"), metavar="DIR")
     options = parser.parse_args(argv)
+    return ended(lambda: run(options.data, options.out, options.encoders), "demo-search")
+
+
+def run(data: str | None, out: Path, folder: Path) -> int:
+    """Align two encoders, search for each query, and write one page; returns the exit status."""
     begin = time.monotonic()
-    try:
-        encoders = fetch_encoders(options.encoders)
-        data, searched = options.data, options.data
-        queries: tuple[str, ...] = QUERIES
-        if data is None:
-            emoji = Path("data/emoji")
-            prepare_emoji(emoji)
-            data = "::".join(f"{name}={emoji / name}" for name in ALIGNED)
-            searched = str(emoji / SEARCHED)
-        else:
-            queries = tuple(queries_of(find_data(data).train_data))
-        words = [
-            "--image",
-            f"timm:{encoders / 'effnet_lite0'}",
-            "--text",
-            f"hf:{encoders / 'minilm'}",
-        ]
-        if failed := zerovl(["align", *words, "--data", data, "--out", str(options.out)]):
-            return failed
-        page = options.out / "queries.html"
-        answer(options.out / "model", searched, queries, page)
-    except UserError as error:
-        print(f"demo-search: error: {error}", file=sys.stderr)
-        return 2
-    print(f"{time.monotonic() - begin:.0f} s. The answers are in {page}")
+    encoders = fetch_encoders(folder)
+    searched, queries = data or "data/emoji/noto", QUERIES
+    if data is None:
+        prepare_emoji("data/emoji")
+        data = "::".join(f"{name}=data/emoji/{name}" for name in ALIGNED)
+    else:  # captions of some samples that are spread evenly over the data
+        samples = SourceSamples(open_sources(find_data(data).train_data, "").opened, "text")
+        numbers = np.linspace(0, len(samples.caption_starts) - 2, len(QUERIES)).astype(int)
+        queries = tuple(samples.sample(number)[0][1] for number in numbers.tolist())
+    towers = ["--image", f"timm:{encoders / 'effnet_lite0'}", "--text", f"hf:{encoders / 'minilm'}"]
+    if failed := zerovl(["align", *towers, "--data", data, "--out", str(out)]):
+        return failed
+    collection = open_collection(searched)
+    searcher = Searcher(Encoder(str(out / "model")), collection, cache=out / "search")
+    best = {query: searcher.find(query, None, BEST) for query in queries}
+    words = SearchSettings(words=f"{len(queries)} queries", best=BEST)
+    write_search_page(out / "queries.html", best, collection, None, words)
+    print(f"{time.monotonic() - begin:.0f} s. The answers are in {out / 'queries.html'}")
     return 0
 
 

@@ -12,7 +12,6 @@ The environment holds this environment's copies of the packages that the wheel r
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from open_clip_zerovl import __version__
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, ended
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "open_clip_zerovl"
@@ -43,14 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "dist", metavar="DIR", help="where wheel and sdist go"
     )
-    arguments = parser.parse_args(argv)
-    try:
+    out = parser.parse_args(argv).out.resolve()
+
+    def run() -> None:
         with tempfile.TemporaryDirectory(prefix="zerovl-dist-") as scratch:
-            check(arguments.out.resolve(), Path(scratch))
-    except UserError as error:
-        print(f"dist-check: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+            check(out, Path(scratch))
+
+    return ended(run, "dist-check")
 
 
 def check(out: Path, scratch: Path) -> None:
@@ -78,7 +76,7 @@ def build(out: Path) -> Path:
     """The wheel, built from the sdist; both lie in `out`."""
     for old in [*out.glob(f"{PACKAGE}-*.whl"), *out.glob(f"{PACKAGE}-*.tar.gz")]:
         old.unlink()
-    run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)])
+    output([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)])
     found = list(out.glob(f"{PACKAGE}-{__version__}-*.whl"))
     if len(found) != 1:
         raise UserError(
@@ -135,26 +133,18 @@ def install(wheel: Path, env: Path) -> Path:
             [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         ).strip()
     )
-    for distribution in required(PACKAGE).values():
-        link(distribution, site)
+    home = Path(sysconfig.get_path("purelib"))
+    for distribution in required(
+        PACKAGE
+    ).values():  # links to its files and folders, without scripts
+        tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
+        for top in tops:
+            if not (site / top).exists():
+                (site / top).symlink_to(home / top)
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
     output([*pip, "install", "--no-index", "--quiet", str(wheel)])
     output([*pip, "check"])
     return python
-
-
-def link(distribution: metadata.Distribution, site: Path) -> None:
-    """Links in `site` to the top-level files and folders of an installed distribution, scripts left out."""
-    home = Path(sysconfig.get_path("purelib"))
-    record = distribution.read_text("RECORD")
-    if record is None:
-        raise UserError(
-            f"{distribution.metadata['Name']} has no list of its files; install it by pip"
-        )
-    tops = {Path(row[0]).parts[0] for row in csv.reader(record.splitlines()) if row}
-    for top in tops - {"..", "__pycache__"}:
-        if not (site / top).exists():
-            (site / top).symlink_to(home / top)
 
 
 def use(python: Path, folder: Path) -> None:
@@ -169,35 +159,10 @@ def use(python: Path, folder: Path) -> None:
     if "--dga-steps" not in output([*program, "--help"], folder):
         raise UserError("python -m training.main --help does not name --dga-steps")
     output([str(python), "-c", MAKE_DATA, str(PAIRS)], folder)
-    command = [
-        "--model",
-        "zerovl-emoji-vit",
-        "--text-model",
-        "bert",
-        "--train-data",
-        "one=one.csv::two=two.csv",
-    ]
-    command += [
-        "--debiased-sampling",
-        "--batch-size",
-        str(MICRO_BATCH),
-        "--dga-steps",
-        str(DGA_STEPS),
-        "--name",
-        "run",
-    ]
-    command += [
-        "--epochs",
-        "1",
-        "--workers",
-        "1",
-        "--device",
-        "cpu",
-        "--precision",
-        "fp32",
-        "--warmup",
-        "1",
-    ]
+    command = (
+        "--model zerovl-emoji-vit --text-model bert --train-data one=one.csv::two=two.csv --debiased-sampling --batch-size "
+        f"{MICRO_BATCH} --dga-steps {DGA_STEPS} --name run --epochs 1 --workers 1 --device cpu --precision fp32 --warmup 1"
+    ).split()
     output([*program, *command], folder)
     output([zerovl, "export", "logs/run/checkpoints/epoch_1.pt", "exported"], folder)
     output([str(python), "-c", LOOK_AT, str(ROOT)], folder)
@@ -245,29 +210,18 @@ open_clip.create_model_and_transforms("local-dir:" + os.path.abspath("exported")
 """
 
 
-def environment() -> dict[str, str]:
-    """The environment variables of a user: nothing that leads to the checkout, and no hub."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTHON", "ZEROVL_"))
-    }
-    return kept | {"PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-
 def output(command: Sequence[str], folder: Path | None = None) -> str:
-    """Run a command as a user and return its output."""
-    return run(command, folder, environment())
-
-
-def run(
-    command: Sequence[str], folder: Path | None = None, variables: dict[str, str] | None = None
-) -> str:
-    """Run a command, with this process's environment variables if none are given, and return its output.
+    """Run a command as a user, with nothing that leads to the checkout and no hub, and return its output.
 
     Raises:
         UserError: it failed; its last lines are on standard error.
     """
+    variables = {"PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    variables |= {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "ZEROVL_")) and name not in variables
+    }
     done = subprocess.run(
         command, cwd=folder, env=variables, capture_output=True, text=True, timeout=600
     )

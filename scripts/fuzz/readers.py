@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from scripts.fuzz import inputs
 from training import checkpointing
 
 BAD_SAMPLE = "bad sample"
+CHECKPOINT = Path("run", "checkpoints", "epoch_1.pt")
 Reader = Callable[[Path], "str | None"]
 
 
@@ -53,39 +54,37 @@ def _tokenizer() -> Any:
     return open_clip.SimpleTokenizer(context_length=12)
 
 
-def training(where: str, *, captions: str | None = None, from_the_middle: bool = False) -> Reader:
-    """One epoch of a named source, or its second half, with bad samples replaced."""
+def training(
+    folder: Path, *, captions: str | None = None, from_the_middle: bool = False
+) -> str | None:
+    """Read one epoch of a named source, or its second half, with bad samples replaced."""
+    sources = parse_sources(f"a={folder / 'source'}", captions=captions)
+    preprocessing = Preprocessing(_transform(), _tokenizer())
+    loader = MixtureLoader(
+        Mixture(sources, Batching(2), preprocessing), workers=0, max_bad_share=1.0
+    )
+    loader.set_epoch(0, loader.num_batches // 2 if from_the_middle else 0)
+    for images, texts in loader:
+        assert images.shape == (2, 3, 16, 16) and texts.shape == (2, 12)
+    return BAD_SAMPLE if loader.lost else None
 
-    def read(folder: Path) -> str | None:
-        sources = parse_sources(f"a={folder / where}", captions=captions)
-        preprocessing = Preprocessing(_transform(), _tokenizer())
-        loader = MixtureLoader(
-            Mixture(sources, Batching(2), preprocessing), workers=0, max_bad_share=1.0
-        )
-        loader.set_epoch(0, loader.num_batches // 2 if from_the_middle else 0)
-        for images, texts in loader:
-            assert images.shape == (2, 3, 16, 16) and texts.shape == (2, 12)
-        return BAD_SAMPLE if loader.lost else None
 
-    return read
+def pictures_of(folder: Path, open_set: Callable[[Path], Any]) -> None:
+    """Open a set and read its pictures."""
+    found = open_set(folder)
+    for index in range(len(found)):
+        found.image(index)
 
 
 def retrieval(where: str) -> Reader:
-    def read(folder: Path) -> None:
-        found = open_retrieval_set(where.format(folder))
-        for index in range(len(found)):
-            found.image(index)
-
-    return read
+    return partial(pictures_of, open_set=lambda folder: open_retrieval_set(where.format(folder)))
 
 
 def probe(label: str) -> Reader:
-    def read(folder: Path) -> None:
-        found = open_probe_set(folder / "source" / "1.tar", "train", label=label)
-        for index in range(len(found)):
-            found.image(index)
+    def open_set(folder: Path) -> Any:
+        return open_probe_set(folder / "source" / "1.tar", "train", label=label)
 
-    return read
+    return partial(pictures_of, open_set=open_set)
 
 
 def data_check(folder: Path) -> str | None:
@@ -93,44 +92,36 @@ def data_check(folder: Path) -> str | None:
     return BAD_SAMPLE if result.faults and check_report(result) else None
 
 
-def packing(where: str) -> Reader:
-    """`zerovl data pack` of one input into a folder of its own."""
-
-    def read(folder: Path) -> str | None:
-        work = Work(threads=1, attempts=1, progress=False)
-        found = pack([str(folder / where)], folder / f"packed-{where}", work=work)
-        assert (folder / f"packed-{where}" / "report.html").is_file()
-        return BAD_SAMPLE if found["refused"] else None
-
-    return read
+def packing(folder: Path, where: str) -> str | None:
+    """Pack one input into a folder of its own, as `zerovl data pack`."""
+    work = Work(threads=1, attempts=1, progress=False)
+    found = pack([str(folder / where)], folder / f"packed-{where}", work=work)
+    assert (folder / f"packed-{where}" / "report.html").is_file()
+    return BAD_SAMPLE if found["refused"] else None
 
 
 def data_index(folder: Path) -> None:
     write_sizes(folder / "source", threads=1, progress=False)
 
 
-def command(*arguments: str) -> Reader:
-    """`zerovl` with these arguments, {} being the folder: must end with status 0, 1 or 2, not with a traceback."""
-
-    def read(folder: Path) -> str | None:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            try:
-                status = program.main([argument.format(folder) for argument in arguments])
-            except SystemExit as stop:
-                status = int(stop.code or 0)
-        if status == 2:
-            raise UserError(printed.getvalue())
-        assert DEFECT not in printed.getvalue(), printed.getvalue()[-500:]
-        assert status in (0, 1), f"status {status}: {printed.getvalue()[-500:]}"
-        return BAD_SAMPLE if status else None
-
-    return read
+def command(folder: Path, line: str) -> str | None:
+    """Run `zerovl` with these words, {} being the folder: it must end with status 0, 1 or 2, not with a traceback."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            status = program.main([word.format(folder) for word in line.split()])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+    if status == 2:
+        raise UserError(printed.getvalue())
+    assert DEFECT not in printed.getvalue(), printed.getvalue()[-500:]
+    assert status in (0, 1), f"status {status}: {printed.getvalue()[-500:]}"
+    return BAD_SAMPLE if status else None
 
 
 def resuming(folder: Path) -> None:
     """The steps of training's `--resume latest`."""
-    path = folder / "run" / "checkpoints" / "epoch_1.pt"
+    path = folder / CHECKPOINT
     checkpointing.newest_whole(str(path.parent))
     if checkpointing.is_archive(path) and (damage := checkpointing.damage_of(path)) is not None:
         raise UserError(f"the file {damage}")
@@ -147,58 +138,47 @@ def resuming(folder: Path) -> None:
 
 
 def weights(folder: Path) -> None:
-    path = folder / "run" / "checkpoints" / "epoch_1.pt"
+    path = folder / CHECKPOINT
     read_epoch(path)
     read_state_dict(path)
 
 
 def starting(folder: Path) -> None:
-    init_from(inputs.model(), folder / "run" / "checkpoints" / "epoch_1.pt")
+    init_from(inputs.model(), folder / CHECKPOINT)
 
 
 def tower(folder: Path) -> None:
-    load_pretrained_tower(inputs.model(), "image", folder / "run" / "checkpoints" / "epoch_1.pt")
+    load_pretrained_tower(inputs.model(), "image", folder / CHECKPOINT)
 
 
-def loading(where: str) -> Reader:
-    def read(folder: Path) -> None:
-        load_model(folder / where)
-
-    return read
+def loading(folder: Path, where: str) -> None:
+    load_model(folder / where)
 
 
-def picture(how: str) -> Reader:
+def picture(folder: Path, how: str) -> str | None:
     """`pil` and `arrays` are training's two paths, with crop and transform; `whole` decodes as evaluation does."""
-
-    def read(folder: Path) -> str | None:
-        data = (folder / "picture").read_bytes()
-        try:
-            if how == "whole":
-                decode_image(data)
-            elif how == "stored":
-                encode_picture(data, Encoding())
-            else:
-                transform, decode = pictures(_transform(), how)
-                with torch.random.fork_rng(devices=[]):
-                    assert transform(decode(data, crop_of(_transform()))).shape == (3, 16, 16)
-        except (BadPicture, Failure):
-            return BAD_SAMPLE
-        return None
-
-    return read
+    data = (folder / "picture").read_bytes()
+    try:
+        if how == "whole":
+            decode_image(data)
+        elif how == "stored":
+            encode_picture(data, Encoding())
+        else:
+            transform, decode = pictures(_transform(), how)
+            with torch.random.fork_rng(devices=[]):
+                assert transform(decode(data, crop_of(_transform()))).shape == (3, 16, 16)
+    except (BadPicture, Failure):
+        return BAD_SAMPLE
+    return None
 
 
-def member(file: str, parse: Callable[[Path, str], Any]) -> Reader:
-    """A file of annotations, plain or in a zip, found and parsed as by `zerovl data`."""
-
-    def read(folder: Path) -> None:
-        found = find_member([folder / file], ".json")
-        if found is None:
-            raise UserError(f"no annotations in {file}")
-        for _ in parse(*found):
-            pass
-
-    return read
+def member(folder: Path, file: str, parse: Callable[[Path, str], Any]) -> None:
+    """Find and parse a file of annotations, plain or in a zip, as `zerovl data` does."""
+    found = find_member([folder / file], ".json")
+    if found is None:
+        raise UserError(f"no annotations in {file}")
+    for _ in parse(*found):
+        pass
 
 
 #: kind of input -> its maker, and its readers by name.
@@ -206,47 +186,47 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
     "tar": (
         inputs.make_tar,
         {
-            "training": training("source"),
-            "training from the middle": training("source", from_the_middle=True),
-            "training, each caption": training("source", captions="all"),
-            "training, a caption an epoch": training("source", captions="one-per-epoch"),
+            "training": training,
+            "training from the middle": partial(training, from_the_middle=True),
+            "training, each caption": partial(training, captions="all"),
+            "training, a caption an epoch": partial(training, captions="one-per-epoch"),
             "retrieval": retrieval("{}/set"),
             "probe, cls": probe("cls"),
             "probe, json": probe("json:label"),
             "data check": data_check,
             "data check --sizes": data_index,
-            "zerovl data check": command("data", "check", "{}/source", "--decode"),
-            "data pack": packing("source"),
+            "zerovl data check": partial(command, line="data check {}/source --decode"),
+            "data pack": partial(packing, where="source"),
         },
     ),
     "sizes.json": (
         inputs.make_sizes,
         {
-            "training": training("source"),
+            "training": training,
             "data check": data_check,
-            "zerovl data check --sizes": command("data", "check", "--sizes", "{}/source"),
+            "zerovl data check --sizes": partial(command, line="data check --sizes {}/source"),
         },
     ),
     "table": (
         inputs.make_table,
         {
-            "data pack": packing("table.csv"),
+            "data pack": partial(packing, where="table.csv"),
         },
     ),
     "annotations": (
         inputs.make_annotations,
         {
             "retrieval": retrieval("{0}/karpathy.json@{0}"),
-            "data coco": member("karpathy.json", read_karpathy),
-            "data coco, zipped": member("karpathy.json.zip", read_karpathy),
-            "data vg": member("regions.json", largest_phrases),
-            "data vg, zipped": member("regions.json.zip", largest_phrases),
+            "data coco": partial(member, file="karpathy.json", parse=read_karpathy),
+            "data coco, zipped": partial(member, file="karpathy.json.zip", parse=read_karpathy),
+            "data vg": partial(member, file="regions.json", parse=largest_phrases),
+            "data vg, zipped": partial(member, file="regions.json.zip", parse=largest_phrases),
         },
     ),
     "pairs": (
         inputs.make_pairs,
         {
-            f"data pack, {name}": packing(where)
+            f"data pack, {name}": partial(packing, where=where)
             for name, where in (
                 ("JSON list", "pairs.json"),
                 ("JSON list, compressed", "pairs.json.gz"),
@@ -260,7 +240,7 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
     ),
     "picture": (
         inputs.make_picture,
-        {how: picture(how) for how in ("pil", "arrays", "whole", "stored")},
+        {how: partial(picture, how=how) for how in ("pil", "arrays", "whole", "stored")},
     ),
     "checkpoint": (
         inputs.make_checkpoint,
@@ -269,9 +249,9 @@ KINDS: dict[str, tuple[Callable[[inputs.Draw, Path], None], dict[str, Reader]]] 
             "weights": weights,
             "init-from": starting,
             "init-image": tower,
-            "evaluation": loading("run/checkpoints/epoch_1.pt"),
-            "zerovl export": command("export", "{}/run/checkpoints/epoch_1.pt", "{}/out"),
+            "evaluation": partial(loading, where="run/checkpoints/epoch_1.pt"),
+            "zerovl export": partial(command, line="export {}/run/checkpoints/epoch_1.pt {}/out"),
         },
     ),
-    "exported folder": (inputs.make_export, {"evaluation": loading("exported")}),
+    "exported folder": (inputs.make_export, {"evaluation": partial(loading, where="exported")}),
 }

@@ -24,7 +24,7 @@ def test_flags_behind_the_demos_own_replace_them():
     assert run(*more).checkpoint.name == "epoch_5.pt"
     for own in ("--sampling", "--train-data=x", "--name"):
         with pytest.raises(UserError, match=r"the demo sets --\S+ itself: .*; leave it out"):
-            demo.check_flags(["--coin-flip-mixup", own, "x"])
+            demo.run(Namespace(flags=["--coin-flip-mixup", own, "x"]))
 
 
 def test_other_flags_of_the_demo_do_not_touch_an_earlier_call_s_runs():
