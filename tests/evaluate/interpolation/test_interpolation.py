@@ -54,11 +54,6 @@ def ends(folder) -> list[str]:
     return [str(folder / end / "checkpoints" / "epoch_1.pt") for end in "ab"]
 
 
-def between(models, out, alpha):
-    encoders = [Encoder(str(model), device="cpu") for model in models]
-    return write_between(open_ends(*encoders), alpha, out)
-
-
 def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_path):
     out = tmp_path / "out"
     asked = CurveSettings(
@@ -91,34 +86,20 @@ def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, chosen.state_dict()[key])
         assert torch.allclose(tensor, (1 - alpha) * start[key] + alpha * end[key], atol=1e-6)
-    assert "alpha" in (out / "README.md").read_text()
+    assert "alpha" in (out / "README.md").read_text() and trained_on([out]) is None
 
 
-@pytest.mark.parametrize(("alpha", "end"), [(0.0, 0), (1.0, 1), (0.5, None)])
-def test_a_point_without_sets(made, tmp_path, alpha, end):
-    out = between(ends(made), tmp_path / "out", alpha)
-    found = open_clip.create_model_and_transforms(f"local-dir:{out}")[0].state_dict()
-    start, after = (load_model(path)[0].state_dict() for path in ends(made))
-    for key, tensor in found.items():
-        if end is not None:
-            assert torch.equal(tensor, (start, after)[end][key])
-    if end is None:
-        assert found["visual.proj"].abs().max() == 0  # halfway between a tensor and its opposite
-        assert found["logit_scale"].item() == pytest.approx(
-            (start["logit_scale"] + after["logit_scale"]).item() / 2
-        )
-
-
-def test_a_model_in_between_has_seen_the_pictures_of_their_models(made, tmp_path):
-    """The list of the pictures that a model was trained on goes with its weights."""
+def test_a_point_without_sets_goes_with_the_pictures_of_both_ends(made, tmp_path):
     folders = [tmp_path / end for end in "ab"]
     for number, (folder, checkpoint) in enumerate(zip(folders, ends(made), strict=True)):
         export_local_dir(checkpoint, folder)
         write_trained_on(folder, np.array([number, number + 1]), None)
-    out = between(folders, tmp_path / "out", 0.5)
+    out = write_between(
+        open_ends(*(Encoder(str(folder)) for folder in folders)), 0.5, tmp_path / "out"
+    )
     assert trained_on([out]).tolist() == [1, 2]
-    other = between(ends(made), tmp_path / "none", 0.5)
-    assert trained_on([other]) is None  # negative control
+    found = open_clip.create_model_and_transforms(f"local-dir:{out}")[0]
+    assert found.visual.proj.abs().max() == 0  # halfway between a tensor and its opposite
 
 
 def points(*rows: tuple[float, float, float]) -> list[Point]:

@@ -180,6 +180,10 @@ def test_imagenets_folders_have_their_names(tmp_path):
     labels = ImageNetInfo("imagenet-1k").label_names()
     write_classes(tmp_path / "imagenet", " ".join(labels), each=1)
     opened = open_labelled_set(f"{tmp_path}/imagenet")
+    digits = open_labelled_set(write_labels(tmp_path / "digits", [0, 1], names="0\n1\n"))
+    assert digits.names == ["0", "1"]  # as CLIP_benchmark names MNIST's
+    part = open_labelled_set(str(write_classes(tmp_path / "some", "n01440764 n02102040", each=1)))
+    assert part.names == ["tench", "English Springer Spaniel"]
     assert (
         list(opened.classes) == labels
         and opened.names[:2] == ["tench", "goldfish"]
@@ -231,13 +235,6 @@ def test_labels_without_words_are_refused_and_can_be_named(tmp_path, labels, nam
     assert dict(zip(named.classes, named.names, strict=True)) == {
         str(label): f"word {label}" for label in labels
     }
-
-
-def test_a_part_of_imagenets_folders_has_words_and_digits_may_be_words(tmp_path):
-    part = open_labelled_set(str(write_classes(tmp_path / "some", "n01440764 n02102040", each=1)))
-    assert part.names == ["tench", "English Springer Spaniel"]
-    digits = open_labelled_set(write_labels(tmp_path / "digits", [0, 1], names="0\n1\n"))
-    assert digits.names == ["0", "1"]  # as CLIP_benchmark names MNIST's
 
 
 def test_templates_lie_where_class_names_do_and_a_split_must_exist(tmp_path):
@@ -294,19 +291,6 @@ def test_files_of_words_are_read_by_their_mark_or_refused(tmp_path, encoding):
             )
 
 
-def test_templates_are_read_as_open_clip_writes_them(tmp_path):
-    """A line of its Python lists was a caption, word for word."""
-    root = str(write_classes(tmp_path / "set", "x y"))
-    lines = [
-        'lambda c: f"a photo of a {c}.",', "lambda c: f'itap of the {c}.'", '"a bad {}.",', "'{}',", "a {c}, 'quoted'",
-    ]  # fmt: skip
-    (tmp_path / "t.txt").write_text("\n".join(lines) + "\n")
-    opened = open_labelled_set(root, ZeroShotSettings(template=(str(tmp_path / "t.txt"),)))
-    assert opened.templates == (
-        "a photo of a {c}.", "itap of the {c}.", "a bad {}.", "{}", "a {c}, 'quoted'",
-    )  # fmt: skip
-
-
 def test_templates_and_names_may_be_files(tmp_path):
     root = str(write_classes(tmp_path / "set", "x y"))
     (tmp_path / "set" / "zeroshot_classification_templates.txt").write_text("\n")
@@ -314,7 +298,9 @@ def test_templates_and_names_may_be_files(tmp_path):
         UserError, match="the template '' is no file and has no place for the class"
     ):
         open_labelled_set(root)
-    (tmp_path / "t.txt").write_text("a {}\n\nthe {c} sign\n")
+    (tmp_path / "t.txt").write_text(
+        "'a {}',\n\nlambda c: f\"the {c} sign\",\n"
+    )  # as open_clip has them
     (tmp_path / "names.txt").write_text("kilo {} gram\nyard\n")
     (tmp_path / "names.json").write_text('{"y": "yard", "x": "kilo {} gram", "z": "no"}')
     for names in ("names.txt", "names.json"):
