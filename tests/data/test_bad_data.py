@@ -23,12 +23,12 @@ from PIL import Image
 from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data import reader
 from open_clip_zerovl.data.loader import JUDGED_SAMPLES, DataStats, EpochStats
 from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sample_stream import BatchReport, DroppedSample, SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.sampling.schedule import Batching, ShardSlice
+from open_clip_zerovl.shards.tar import Member
 from open_clip_zerovl.shards.texts import MAX_CAPTION_CHARACTERS
 from support import ROOT, loading, warm
 from support.tars import add_file, encoded, noise_jpeg, png, write_source, write_tar
@@ -288,14 +288,16 @@ def test_a_rotten_shard(tmp_path, kind, caplog):
 @pytest.mark.parametrize("workers", [0, 3])  # of three readers, some enter the shard in its middle
 def test_a_disk_that_fails_while_a_sample_is_read(tmp_path, monkeypatch, workers):
     sources = parse_sources(f"s={two_shards(tmp_path / 's')}")
-    read, bad = reader.content_of, f"{BAD:04d}.png"
+    read, bad = Member.content, f"{BAD:04d}.png"
 
-    def failing(descriptor, member):
-        if member.name == bad and os.readlink(f"/proc/self/fd/{descriptor}").endswith("0.tar"):
+    def failing(member):
+        if member.name == bad and os.readlink(f"/proc/self/fd/{member.descriptor}").endswith(
+            "0.tar"
+        ):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(descriptor, member)
+        return read(member)
 
-    monkeypatch.setattr(reader, "content_of", failing)
+    monkeypatch.setattr(Member, "content", failing)
     loader = loader_of(sources, workers=workers)
     seen = torch.cat([ids for _, ids, _ in loader]).tolist()
     assert (

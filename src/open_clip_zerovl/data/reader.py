@@ -39,9 +39,7 @@ from open_clip_zerovl.shards.tar import (
     WANTED,
     Sample,
     ShardError,
-    content_of,
     locate_samples,
-    opened,
     unreadable,
     words_of,
 )
@@ -195,13 +193,10 @@ class ShardReader:
         try:
             with self.cache.borrowed(url, self.policy, self.notes, check=is_shard) as path:
                 number, begin, skipped = self._entry(path, start)
-                with (
-                    opened(path) as descriptor,
-                    closing(locate_samples(path, begin=begin, whole=self.whole)) as located,
-                ):
+                with closing(locate_samples(path, begin=begin, whole=self.whole)) as located:
                     for key, members in located:
                         files = {
-                            name: content_of(descriptor, member)
+                            name: member.content()
                             for name, member in members.items()
                             if self.wanted is None or name in self.wanted
                         }

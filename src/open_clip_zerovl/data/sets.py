@@ -61,10 +61,8 @@ from open_clip_zerovl.shards.tar import (
     CLIP_BENCHMARK_ORDER,
     TEXT_EXTENSION,
     ShardError,
-    content_of,
     image_of,
     locate_samples,
-    opened,
     why_no_pairs,
 )
 from open_clip_zerovl.shards.texts import (
@@ -255,15 +253,14 @@ def index_shards(
                 f"shard {path} does not exist; correct the path, or the number or the list of shards"
             )
         try:
-            with opened(path) as descriptor:
-                for key, members in locate_samples(path, whole=True):
-                    image = image_of(members, order)
-                    if image is None or member not in members:
-                        lacks = f"image ({PICTURE_WORDS})" if image is None else f".{member}"
-                        why = why_no_pairs(path) if member == TEXT_EXTENSION else ""
-                        raise UserError(f"{path}: sample {key!r} has no {lacks}; {why or advice}")
-                    sample = Picture(key, Path(path), image.offset, image.size)
-                    yield sample, content_of(descriptor, members[member])
+            for key, members in locate_samples(path, whole=True):
+                image = image_of(members, order)
+                if image is None or member not in members:
+                    lacks = f"image ({PICTURE_WORDS})" if image is None else f".{member}"
+                    why = why_no_pairs(path) if member == TEXT_EXTENSION else ""
+                    raise UserError(f"{path}: sample {key!r} has no {lacks}; {why or advice}")
+                sample = Picture(key, Path(path), image.offset, image.size)
+                yield sample, members[member].content()
         except ShardError as error:
             raise UserError(
                 f"{path} is not a readable, uncompressed tar ({error}): fetch or write it again; pairs of another "

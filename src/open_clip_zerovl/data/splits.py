@@ -38,10 +38,8 @@ from open_clip_zerovl.data.names import FEWEST_PICTURES
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.tar import (
     ShardError,
-    content_of,
     locate_samples,
     object_of,
-    opened,
 )
 from open_clip_zerovl.shards.urls import local_path
 
@@ -149,12 +147,11 @@ def require_training_samples(shards: Sequence[str], cache: ShardCache) -> None:
 def _first_objects(shard: str, cache: ShardCache) -> Iterator[tuple[str, dict[str, Any]]]:
     with (
         cache.borrowed(shard) as path,
-        opened(path) as descriptor,
         closing(locate_samples(path)) as samples,
     ):
         for key, members in islice(samples, LOOKED_AT_SAMPLES):
             about = members.get("json")
-            yield key, {} if about is None else object_of(content_of(descriptor, about)) or {}
+            yield key, {} if about is None else object_of(about.content()) or {}
 
 
 def _file_name(shard: str) -> str:

@@ -22,10 +22,8 @@ from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, BadPicture, decod
 from open_clip_zerovl.shards.tar import (
     TEXT_EXTENSION,
     ShardError,
-    content_of,
     image_of,
     locate_samples,
-    opened,
 )
 from open_clip_zerovl.shards.texts import EMPTY, BadCaption, caption_lines, caption_of
 
@@ -224,25 +222,24 @@ def _check_shard(path: Path, shard_check: ShardCheck, decode: bool) -> None:
     seen: set[str] = set()
     shard_check.size_bytes = path.stat().st_size
     try:
-        with opened(path) as descriptor:
-            for key, members in locate_samples(path, whole=True):
-                shard_check.samples += 1
-                if key in seen:
-                    shard_check.fault("key comes twice", key)
-                seen.add(key)
-                if TEXT_EXTENSION not in members:
-                    shard_check.fault("no caption", key)
-                if image_of(members) is None:
-                    shard_check.fault("no picture", key)
-                for extension, member in members.items():
-                    if extension == TEXT_EXTENSION:
-                        fault = caption_fault(content_of(descriptor, member))
-                    elif extension in IMAGE_EXTENSIONS:
-                        content = content_of(descriptor, member)
-                        fault = picture_fault(content, extension, decode=decode)
-                    else:
-                        continue
-                    if fault:
-                        shard_check.fault(fault, key)
+        for key, members in locate_samples(path, whole=True):
+            shard_check.samples += 1
+            if key in seen:
+                shard_check.fault("key comes twice", key)
+            seen.add(key)
+            if TEXT_EXTENSION not in members:
+                shard_check.fault("no caption", key)
+            if image_of(members) is None:
+                shard_check.fault("no picture", key)
+            for extension, member in members.items():
+                if extension == TEXT_EXTENSION:
+                    fault = caption_fault(member.content())
+                elif extension in IMAGE_EXTENSIONS:
+                    content = member.content()
+                    fault = picture_fault(content, extension, decode=decode)
+                else:
+                    continue
+                if fault:
+                    shard_check.fault(fault, key)
     except ShardError as error:
         shard_check.fault(f"broken: {error}")

@@ -39,11 +39,9 @@ from open_clip_zerovl.shards.pictures import (
 from open_clip_zerovl.shards.tar import (
     TEXT_EXTENSION,
     ShardError,
-    content_of,
     image_of,
     locate_samples,
     object_of,
-    opened,
     why_no_pairs,
 )
 from open_clip_zerovl.shards.texts import caption_lines
@@ -317,17 +315,17 @@ class TarReader(SampleReader):
                 yield Row("", (), file.name, refused=error.reason)
 
     def _samples(self, file: Path) -> Iterator[_Member]:
-        with ShardCache().borrowed(str(file)) as path, opened(path) as descriptor:
+        with ShardCache().borrowed(str(file)) as path:
             samples = locate_samples(path, whole=True)
             for number, (key, members) in enumerate(samples, start=1):
                 place, content, picture = "", None, image_of(members)
                 if picture is not None:
                     place = f"{file}#{picture.offset}+{picture.size}"
                 if picture is not None and path != str(file):  # an unpacked copy, which may go
-                    place, content = f"{file}#{number}", content_of(descriptor, picture)
+                    place, content = f"{file}#{number}", picture.content()
                 read = (TEXT_EXTENSION, _JSON_EXTENSION)
                 texts = {
-                    name: content_of(descriptor, member) if name in read else None
+                    name: member.content() if name in read else None
                     for name, member in members.items()
                 }
                 yield key, place, content, texts

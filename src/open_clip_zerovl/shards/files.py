@@ -46,9 +46,7 @@ from open_clip_zerovl.shards.tar import (
     TEXT_EXTENSION,
     Sample,
     ShardError,
-    content_of,
     locate_samples,
-    opened,
     unreadable,
 )
 from open_clip_zerovl.shards.texts import caption_lines
@@ -222,12 +220,11 @@ def build_index(path: str, stamp: np.ndarray) -> TarIndex:
     headers, captions = [], []
     torn = ("", "")
     try:
-        with opened(path) as descriptor:
-            for _, members in locate_samples(path):
-                headers.append(next(iter(members.values())).header)
-                text = members.get(TEXT_EXTENSION)
-                lines = [] if text is None else caption_lines(content_of(descriptor, text))
-                captions.append(max(1, len(lines)))
+        for _, members in locate_samples(path):
+            headers.append(next(iter(members.values())).header)
+            text = members.get(TEXT_EXTENSION)
+            lines = [] if text is None else caption_lines(text.content())
+            captions.append(max(1, len(lines)))
     except ShardError as error:
         if error.readable == 0:
             raise

@@ -30,7 +30,7 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
@@ -107,12 +107,18 @@ class Member(NamedTuple):
     Attributes:
         offset, size: where its bytes lie.
         header: where its headers begin.
+        descriptor: of the tar, while it is read.
     """
 
     name: str
     offset: int
     size: int
     header: int
+    descriptor: int = -1
+
+    def content(self) -> bytes:
+        """Read its bytes."""
+        return os.pread(self.descriptor, self.size, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +216,8 @@ def locate_samples(
 ) -> Generator[tuple[str, dict[str, Member]], None, None]:
     """Yield the samples of a plain local tar as (key, {suffix: member}), from the headers alone.
 
+    The members can be read until the next sample.
+
     Args:
         begin: where the headers of the first sample begin (`files.TarIndex`).
         whole: a tar without its end mark is torn, too: it may have been cut off between two samples.
@@ -219,24 +227,29 @@ def locate_samples(
         UserError: see `unreadable`.
     """
     count = 0
-    with opened(path) as descriptor:
-
-        def read_at(offset: int, size: int) -> bytes:
-            return os.pread(descriptor, size, offset)
-
-        try:
-            total = os.fstat(descriptor).st_size
-            members = walk_tar(read_at, total, begin=begin, whole=whole)
-            for sample in group((member.name, member) for member in members):
-                yield sample
-                count += 1
-        except (BrokenTar, OSError) as error:
-            if isinstance(error, OSError) and not count:
-                raise unreadable(error) from error
-            reason = "truncated shard" if count or begin else "unreadable shard"
-            if isinstance(error, BytesBehind):
-                reason = BYTES_BEHIND
-            raise ShardError(reason, words_of(error), count) from error
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise unreadable(error) from error
+    try:
+        members = walk_tar(
+            lambda offset, size: os.pread(descriptor, size, offset),
+            os.fstat(descriptor).st_size,
+            begin=begin,
+            whole=whole,
+        )
+        for sample in group((each.name, each._replace(descriptor=descriptor)) for each in members):
+            yield sample
+            count += 1
+    except (BrokenTar, OSError) as error:
+        if isinstance(error, OSError) and not count:
+            raise unreadable(error) from error
+        reason = "truncated shard" if count or begin else "unreadable shard"
+        if isinstance(error, BytesBehind):
+            reason = BYTES_BEHIND
+        raise ShardError(reason, words_of(error), count) from error
+    finally:
+        os.close(descriptor)
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
@@ -246,19 +259,12 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
         UserError: the shard cannot be read to its end.
     """
     try:
-        with opened(path) as descriptor:
-            for key, members in locate_samples(path, whole=True):
-                files = {name: content_of(descriptor, member) for name, member in members.items()}
-                yield Sample(key, files)
+        for key, members in locate_samples(path, whole=True):
+            yield Sample(key, {name: member.content() for name, member in members.items()})
     except (ShardError, OSError) as error:
         raise UserError(
             f"shard {path} cannot be read ({error}): fetch or write it again"
         ) from error
-
-
-def content_of(descriptor: int, member: Member) -> bytes:
-    """Read the bytes of a member."""
-    return os.pread(descriptor, member.size, member.offset)
 
 
 def why_no_pairs(path: str | os.PathLike[str]) -> str:
@@ -304,24 +310,6 @@ def _is_pair(suffixes: Collection[str]) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Open a local shard for reading, as a file descriptor.
-
-    Raises:
-        ShardError: the shard cannot be opened.
-        UserError: see `unreadable`.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise unreadable(error) from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def words_of(error: BaseException) -> str:
@@ -385,7 +373,11 @@ def walk_tar(
             tar, info = _next_member(tar, read_at, total, position)
             if info is None:
                 if whole or (len(header) < BLOCK and header.strip(b"\0")):
-                    raise BrokenTar(_no_end(header, position, total))
+                    raise BrokenTar(
+                        f"no tar header at byte {position}"
+                        if len(header) == BLOCK
+                        else f"it is cut off after {total} bytes: no end mark"
+                    )
                 return
             after = tar.offset
             if after <= position or info.size < 0:
@@ -530,12 +522,3 @@ class _Headers:
         )
         self._position += len(content)
         return content
-
-
-def _no_end(header: bytes | bytearray, position: int, total: int) -> str:
-    """Name the fault of a block that is neither a header nor the end mark."""
-    if len(header) < BLOCK:
-        return f"it is cut off after {total} bytes: no end mark"
-    if header[124] == 0xFF or ord("-") in header[124:136]:
-        return f"a negative size at byte {position}"
-    return f"no tar header at byte {position}"
