@@ -75,7 +75,9 @@ class Session:
 
     Attributes:
         parts: part -> {"results": {key: values}, "seconds", "done"}.
+        attempts: "part, key" -> begun measurements without a result.
         part: the part that is being measured.
+        deadline: the end of this call on the monotonic clock.
         rehearse: on the CPU, with tiny sizes.
         work: a folder for scratch files.
     """
@@ -92,18 +94,12 @@ class Session:
         self._limit: tuple[float, str] | None = None  # a result by then, or its key hangs
         self._lock = threading.RLock()
         if file := next((file for file in self.files if file.is_file()), None):
-            state = json.loads(file.read_text(encoding="utf-8"))
-            self.parts, self.attempts = state["parts"], state["attempts"]
+            vars(self).update(json.loads(file.read_text(encoding="utf-8")))
 
     @property
     def results(self) -> dict[str, dict[str, Any]]:
         """The results of the current part."""
         return self.parts[self.part]["results"]
-
-    @property
-    def left(self) -> float:
-        """Seconds until this call ends."""
-        return self.deadline - time.monotonic()
 
     def save(self) -> None:
         """Write the state and the page."""
@@ -113,14 +109,21 @@ class Session:
         write_atomically(self.files[-1].with_suffix(".md"), page(self.parts))
 
     def write(self, key: str, **values: Any) -> None:
-        """Write a result of the current part."""
+        """Write a result of the current part, and end the process if CUDA's context is broken."""
         with self._lock:
             self._limit = None
             self.attempts.pop(f"{self.part}, {key}", None)
             self.results[key] = values
             self.save()
-        words = ", ".join(f"{name} {cell(value)}" for name, value in values.items())
-        print(f"  {key}: {words[:200]}", flush=True)
+        print(f"  {key}: {cell(values)[:200]}", flush=True)
+        import torch
+
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        except RuntimeError as failure:
+            print(f"  {failure}", file=sys.stderr, flush=True)
+            os._exit(BROKEN)
 
     def begin(self, key: str, limit: float = HANGS_AFTER) -> bool:
         """Expect a result within `limit` seconds.
@@ -137,44 +140,24 @@ class Session:
                 return False
             self.attempts[place] = self.attempts.get(place, 0) + 1
             self.save()
-            seconds = limit * (10 if self.rehearse else 1)
-            self._limit = (time.monotonic() + seconds, key)
+            self._limit = (time.monotonic() + limit * (10 if self.rehearse else 1), key)
         return True
 
-    def measure(
-        self, key: str, call: Callable[[], Mapping[str, Any]], limit: float = HANGS_AFTER
-    ) -> None:
+    def measure(self, key: str, call: Callable[[], Any], limit: float = HANGS_AFTER) -> None:
         """Write what `call` returns, or its failure; nothing if the result is there already."""
-        if not self.begin(key, limit):
-            return
-        import torch
-
-        try:
-            values = call()
-        except torch.OutOfMemoryError:
-            values = {"error": "out of memory"}
-        except Exception as failure:
-            values = {"error": sentence(failure)}
-        self.write(key, **values)
-        self.end_if_broken()
-
-    def end_if_broken(self) -> None:
-        """End the process if CUDA's context is broken: every further call would fail."""
-        import torch
-
-        try:
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-        except RuntimeError as failure:
-            print(f"  {failure}", file=sys.stderr, flush=True)
-            os._exit(BROKEN)
+        if self.begin(key, limit):
+            try:
+                values = call()
+            except Exception as failure:
+                values = {"error": f"{type(failure).__name__}: {failure}"[:400]}
+            self.write(key, **values)
 
     def watch(self) -> None:
         """End the process when its time is over, or a measurement hangs."""
         while True:
             time.sleep(0.5)
             with self._lock:
-                if self.left < 0:
+                if time.monotonic() > self.deadline:
                     if self._limit:
                         self.attempts.pop(f"{self.part}, {self._limit[1]}", None)
                         self.save()
@@ -182,7 +165,8 @@ class Session:
                     os._exit(TIME_OVER)
                 if self._limit and time.monotonic() > self._limit[0]:
                     faulthandler.dump_traceback()
-                    self.write(self._limit[1], error="hung")
+                    self.results[self._limit[1]] = {"error": "hung"}
+                    self.save()
                     os._exit(BROKEN)
 
     def run(self, name: str, part: Callable[[Session], None]) -> None:
@@ -194,15 +178,10 @@ class Session:
         try:
             part(self)
         except Exception as failure:  # outside of a measurement
-            self.write(name, error=sentence(failure))
-            self.end_if_broken()
+            self.write(name, error=f"{type(failure).__name__}: {failure}"[:400])
         record["seconds"] = round(before + time.monotonic() - start, 1)
         record["done"] = True
         self.save()
-
-
-def sentence(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}"[:400]
 
 
 def failed(values: Mapping[str, Any]) -> bool:
@@ -213,15 +192,17 @@ def failed(values: Mapping[str, Any]) -> bool:
 # The page
 # ---------------------------------------------------------------------------------------------------------------------
 
-ABOUT = """Made by `make gpu` (`scripts/gpu.py`). Steps take the gradient only, without optimizer and data loading. The \
-paper's 14M recipe in 24 hours on one GPU needs 3,300 samples/s."""
 MOST_COLUMNS = 8  # a result of more values gets a table of its own
 
 
 def page(parts: Mapping[str, Mapping[str, Any]]) -> str:
     """Render the results as Markdown: a table of each part, and the parts that are not done."""
     machine = parts.get("machine", {}).get("results", {}).get("machine", {})
-    sections = [f"# On {machine.get('device', 'a GPU')}", ABOUT]
+    about = (
+        "Made by `make gpu` (`scripts/gpu.py`). Steps take the gradient only, without optimizer and data loading. The paper's "
+        "14M recipe in 24 hours on one GPU needs 3,300 samples/s."
+    )
+    sections = [f"# On {machine.get('device', 'a GPU')}", about]
     for name, record in parts.items():
         if record["results"]:
             what = f"{PARTS[name][1][:1].upper()}{PARTS[name][1][1:]} ({record['seconds']:.0f} s)."
@@ -240,15 +221,12 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     short = {key: values for key, values in rows.items() if key not in long}
     columns = list(dict.fromkeys(name for values in short.values() for name in values))
     cells = [[key, *(cell(values.get(name)) for name in columns)] for key, values in short.items()]
-    parts += [markdown_table(["", *map(spoken, columns)], cells)] if short else []
+    spoken = [name.replace("_", " ") for name in columns]
+    parts += [markdown_table(["", *spoken], cells)] if short else []
     for key, values in long.items():
-        pairs = [[spoken(name), cell(value)] for name, value in values.items()]
+        pairs = [[name.replace("_", " "), cell(value)] for name, value in values.items()]
         parts.append(markdown_table([key, ""], pairs))
     return "\n\n".join(filter(None, parts))
-
-
-def spoken(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def cell(value: Any) -> str:
@@ -267,36 +245,28 @@ def cell(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def name_here(rehearse: bool) -> str:
-    """Return the GPU's name in the form of a file name; "rehearsal" on the CPU.
+def run(options: argparse.Namespace) -> int:
+    """Measure what is not measured yet, until the time is over; returns the exit status.
 
     Raises:
-        UserError: there is no GPU.
+        UserError: there is no GPU, or a package is missing.
     """
-    if rehearse:
-        return "rehearsal"
+    work, out = options.work.absolute(), options.out.absolute()
+    site = str(work / "site")
+    if options.rehearse:
+        os.environ |= {"ZEROVL_REHEARSE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = [*sys.path[:3], site, os.environ.get("PYTHONPATH", "")]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    sys.path.insert(3, site)
     import torch
 
-    if not torch.cuda.is_available():
+    if not options.rehearse and not torch.cuda.is_available():
         raise UserError(
             "there is no CUDA device here; make gpu REHEARSE=1 runs every part on the CPU with tiny sizes"
         )
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure what is not measured yet, until the time is over; returns the exit status."""
-    work, out = options.work.absolute(), options.out.absolute()
-    if options.rehearse:
-        os.environ |= {"ZEROVL_REHEARSE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    paths = [*sys.path[:3], str(work / "site"), os.environ.get("PYTHONPATH", "")]
-    os.environ |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    sys.path.insert(3, str(work / "site"))
-    name = name_here(options.rehearse)
+    name = "rehearsal" if options.rehearse else torch.cuda.get_device_name(0)
+    name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     session = Session(name, work, out, options.seconds, rehearse=options.rehearse)
     threading.Thread(target=session.watch, daemon=True).start()
     try:
@@ -314,8 +284,9 @@ def run(options: argparse.Namespace) -> int:
             record.update(results=kept, done=False)
         if record and record["done"]:
             continue
-        if session.left < LEAST_SHARE * PARTS[part][0]:
-            print(f"{part}: {session.left:.0f} s are left; call again to continue", flush=True)
+        left = session.deadline - time.monotonic()
+        if left < LEAST_SHARE * PARTS[part][0]:
+            print(f"{part}: {left:.0f} s are left; call again to continue", flush=True)
             return TIME_OVER
         session.run(part, getattr(gpu_parts, part))
     print(f"\n{page(session.parts)}\n{session.files[-1].with_suffix('.md')}", flush=True)
@@ -325,35 +296,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    listed = "".join(
-        f"    {name:<12} {seconds:>3}  {what}\n" for name, (seconds, what) in PARTS.items()
-    )
+    listed = "".join(f"    {name:<12} {took:>3}  {what}\n" for name, (took, what) in PARTS.items())
     parser = argparse.ArgumentParser(
         description=__doc__.replace("{parts}", listed),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
-    parser.add_argument(
-        "--seconds", type=float, default=480.0, help="time for this call (default %(default)g)"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
+    add("--seconds", type=float, default=480.0, help="time for this call (default %(default)g)")
+    add("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR")
+    add(
         "--work",
         type=Path,
-        default=ROOT / "build" / "gpu",
+        default=ROOT / "build/gpu",
         metavar="DIR",
         help="state and scratch files",
     )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=PARTS,
-        metavar="PART",
-        help="only these parts, with what failed",
-    )
-    options = parser.parse_args(argv)
+    add("--only", nargs="+", choices=PARTS, metavar="PART", help="only these parts, with what failed")  # fmt: skip
     try:
-        return run(options)
+        return run(parser.parse_args(argv))
     except UserError as sentence:
         print(f"gpu: {sentence}", file=sys.stderr)
         return 2

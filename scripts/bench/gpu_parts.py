@@ -41,27 +41,8 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.gpu import compile_blocks, same_masks
 from open_clip_zerovl.report.run import read_record
 from open_clip_zerovl.shards.files import Sample, write_source
-from scripts.bench.harness import (
-    MicroBatch,
-    Setup,
-    Way,
-    build,
-    decoupled,
-    decoupled_and_sorted,
-    forwards_only,
-    gradient_errors,
-    make_batches,
-    one_graph,
-    open_clip_accumulation,
-    plain,
-    recipe_step,
-    reference_gradient,
-    register,
-    seconds,
-    tower_flops,
-    two_pass,
-    write_bert,
-)
+from scripts.bench import harness
+from scripts.bench.harness import MicroBatch, Setup, Way
 from scripts.bench.loader import CAPTION, photograph
 from scripts.gpu import ROOT, Session
 
@@ -106,109 +87,98 @@ TINY = Sizes(
 # What the parts share
 # ---------------------------------------------------------------------------------------------------------------------
 
+ON_GPU = torch.cuda.is_available()  # a rehearsal hides them
+SIZES = Sizes() if ON_GPU else TINY
+DEVICE = torch.device("cuda:0" if ON_GPU else "cpu")
+AUTOCAST = partial(torch.autocast, DEVICE.type, dtype=torch.bfloat16)
+
 
 class Bench:
     """The model on its device, and micro-batches of it."""
 
-    def __init__(self, sizes: Sizes, scratch: Path) -> None:
+    def __init__(self, scratch: Path) -> None:
+        # The flags that open_clip's main sets.
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
         scratch.mkdir(parents=True, exist_ok=True)
-        self.name = register(sizes.model, 0.1, scratch)
-        model = build(self.name, 0.25, device(), torch.float32)
-        self.setup = Setup(model, device(), autocast())
-        rows = [sizes.micro_batch] * DISTINCT_BATCHES
-        self.batches = make_batches(self.name, model, rows, seed=1)
+        name = harness.register(SIZES.model, 0.1, scratch)
+        model = harness.build(name, 0.25, DEVICE, torch.float32)
+        self.setup = Setup(model, DEVICE, AUTOCAST)
+        self.batches = harness.make_batches(
+            name, model, [SIZES.micro_batch] * DISTINCT_BATCHES, seed=1
+        )
         images, texts = self.batches[0]
-        self.gflops = tower_flops(self.setup, (images[:2], texts[:2]))[1] / 2 / 1e9
+        self.gflops = harness.tower_flops(self.setup, (images[:2], texts[:2]))[1] / 2 / 1e9
+        self.small = [(i[: SIZES.compared], t[: SIZES.compared]) for i, t in self.batches[:3]]
 
     def repeated(self, count: int) -> list[MicroBatch]:
         return [self.batches[index % len(self.batches)] for index in range(count)]
 
-    def small(self, size: int) -> list[MicroBatch]:
-        """The first samples of three micro-batches."""
-        return [(images[:size], texts[:size]) for images, texts in self.batches[:3]]
-
-
-@cache
-def device() -> torch.device:
-    """Return the device, with the flags that open_clip's main sets."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.benchmark = True
-    return torch.device("cuda", 0)
-
-
-def on_gpu() -> bool:
-    return device().type == "cuda"
-
-
-def autocast() -> Callable[[], Any]:
-    return partial(torch.autocast, device().type, dtype=torch.bfloat16)
-
-
-def sizes_of(session: Session) -> Sizes:
-    return TINY if session.rehearse else Sizes()
-
 
 @cache
 def bench_of(session: Session) -> Bench:
-    return Bench(sizes_of(session), session.work / "model")
+    return Bench(session.work / "model")
 
 
 def clear() -> None:
     """Free what earlier measurements left on the GPU."""
     gc.collect()
-    if on_gpu():
+    if ON_GPU:
         torch.cuda.empty_cache()
 
 
-def median_seconds(once: Callable[[], Any], rounds: int = 10, warm_up: int = 3) -> float:
-    """Median wall-clock seconds of a call, until the device is done."""
-    setup = Setup(nn.Linear(1, 1), device())
-    took = [seconds(setup, lambda _: once(), []) for _ in range(warm_up + rounds)]
-    return statistics.median(took[warm_up:])
+def peak_gib() -> float | None:
+    return torch.cuda.max_memory_allocated() / GIB if ON_GPU else None
 
 
-def timed_step(
-    bench: Bench, way: Way, micro_batches: Sequence[MicroBatch], rounds: int, warm_up: int
-) -> dict[str, Any]:
-    """Time a step, and read the peak of its memory in the timed rounds: cuDNN's trials come before."""
-    clear()
+def median_seconds(
+    way: Way, rounds: int = 10, warm_up: int = 3, micro_batches: Sequence[MicroBatch] = (), setup: Setup | None = None
+) -> float:  # fmt: skip
+    """Time a call until the device is done, and begin the peak of memory behind the warm-up: cuDNN's trials come before."""
+    setup = setup or Setup(nn.Linear(1, 1), DEVICE)
     for _ in range(warm_up):
-        seconds(bench.setup, way, micro_batches)
-    if on_gpu():
+        harness.seconds(setup, way, micro_batches)
+    if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
-    took = [seconds(bench.setup, way, micro_batches) for _ in range(rounds)]
-    rate = sum(len(images) for images, _ in micro_batches) / statistics.median(took)
-    dga = getattr(getattr(way, "func", None), "__self__", None)
-    bench.setup.zero_grad()
-    return {
-        "seconds": statistics.median(took),
-        "samples_per_second": rate,
-        "tflops": rate * bench.gflops / 1000,
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu() else None,
-        "retained": dga and dga._retention.graphs([len(images) for images, _ in micro_batches]),
-    }
+    return statistics.median(harness.seconds(setup, way, micro_batches) for _ in range(rounds))
 
 
-def ways(bench: Bench) -> dict[str, tuple[Way, int, int, int]]:
-    """The steps of the eager and the compiled parts: (way, micro-batches, rounds, warm-up)."""
+Step = tuple[Way, Sequence[MicroBatch], int, int]  # with its rounds and warm-up
+
+
+def measure_steps(session: Session, steps: dict[str, Step]) -> None:
+    """Time steps, by the key of the result."""
+    bench = bench_of(session)
+
+    def timed(
+        way: Way, micro_batches: Sequence[MicroBatch], rounds: int, warm_up: int
+    ) -> dict[str, Any]:
+        clear()
+        took = median_seconds(way, rounds, warm_up, micro_batches, bench.setup)
+        sizes = [len(images) for images, _ in micro_batches]
+        dga = getattr(getattr(way, "func", None), "__self__", None)
+        bench.setup.zero_grad()
+        return {
+            "seconds": took,
+            "samples_per_second": sum(sizes) / took,
+            "tflops": sum(sizes) / took * bench.gflops / 1000,
+            "peak_gib": peak_gib(),
+            "retained": dga and dga._retention.graphs(sizes),
+        }
+
+    for key, step in steps.items():
+        session.measure(key, partial(timed, *step))
+
+
+def ways(bench: Bench) -> dict[str, Step]:
+    """The steps of the eager and of the compiled part."""
     setup = bench.setup
     return {
-        "forward without graph": (partial(forwards_only, setup), 4, 2, 1),
-        "plain": (partial(plain, setup), 4, 2, 1),
-        "K=8, ours, R=1": (decoupled(setup, 1, LOSS_CHUNK), 8, 2, 1),
-        "K=8, ours, R=1, texts sorted": (decoupled_and_sorted(setup, 1, LOSS_CHUNK), 8, 2, 1),
-    }
-
-
-def measure_ways(
-    session: Session, bench: Bench, chosen: dict[str, tuple[Way, int, int, int]]
-) -> None:
-    for key, (way, count, rounds, warm_up) in chosen.items():
-        session.measure(
-            key, partial(timed_step, bench, way, bench.repeated(count), rounds, warm_up)
-        )
+        "forward without graph": (partial(harness.forwards_only, setup), bench.repeated(4), 2, 1),
+        "plain": (partial(harness.plain, setup), bench.repeated(4), 2, 1),
+        "K=8, ours, R=1": (harness.decoupled(setup, 1, LOSS_CHUNK), bench.repeated(8), 2, 1),
+        "K=8, ours, R=1, texts sorted": (harness.decoupled_and_sorted(setup, 1, LOSS_CHUNK), bench.repeated(8), 2, 1),
+    }  # fmt: skip
 
 
 def run_tests(session: Session, *words: str) -> None:
@@ -222,18 +192,14 @@ def run_tests(session: Session, *words: str) -> None:
             if report.when == "call" or report.outcome != "passed":
                 said = {"error": str(report.longrepr)[-600:]} if report.failed else {}
                 session.write(report.nodeid, outcome=report.outcome, **said)
-                session.end_if_broken()
 
     clear()
     os.chdir(ROOT)
     deselected = [f"--deselect={key}" for key in session.results]
     flags = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
     status = pytest.main([*flags, *words, *deselected], plugins=[Results()])
-    if status not in (
-        pytest.ExitCode.OK,
-        pytest.ExitCode.TESTS_FAILED,
-        pytest.ExitCode.NO_TESTS_COLLECTED,
-    ):
+    ended = pytest.ExitCode
+    if status not in (ended.OK, ended.TESTS_FAILED, ended.NO_TESTS_COLLECTED):
         raise RuntimeError(f"pytest ended with {status!r}")
 
 
@@ -261,22 +227,26 @@ def output_of(session: Session, *words: str) -> str:
 
 
 def machine(session: Session) -> None:
-    session.measure("machine", partial(machine_values, sizes_of(session)))
+    session.measure("machine", machine_values)
 
 
-def machine_values(sizes: Sizes) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if on_gpu() else f"CPU ({platform.machine()})"
+def machine_values() -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if ON_GPU else f"CPU ({platform.machine()})"
     installed = {found.metadata["Name"] for found in importlib.metadata.distributions()}
-    a, b = (random_bf16(sizes.matrix, sizes.matrix) for _ in range(2))
-    tokens, weights = random_bf16(sizes.micro_batch * 148, 768), random_bf16(4 * 768, 768)
-    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device())
+    random = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+    a, b = (random(SIZES.matrix, SIZES.matrix) for _ in range(2))
+    tokens, weights = random(SIZES.micro_batch * 148, 768), random(4 * 768, 768)
+    source = torch.zeros(SIZES.copy_bytes, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    host = torch.zeros(sizes.copy_bytes // 16, dtype=torch.uint8, pin_memory=on_gpu())
+    host = torch.zeros(SIZES.copy_bytes // 16, dtype=torch.uint8, pin_memory=ON_GPU)
     to_device = target[: len(host)]
     shared = os.statvfs("/dev/shm")
+    flop = 2 * tokens.numel() * len(weights)
+    copied = median_seconds(lambda _: target.copy_(source))
+    moved = median_seconds(lambda _: to_device.copy_(host, non_blocking=True))
     return {
         "device": name,
-        "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu() else None,
+        "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB if ON_GPU else None,
         "cores": os.cpu_count(),
         "shm_gib": shared.f_blocks * shared.f_frsize / GIB,
         "python": platform.python_version(),
@@ -285,21 +255,11 @@ def machine_values(sizes: Sizes) -> dict[str, Any]:
         },
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "matrix_tflops": 2 * sizes.matrix**3 / median_seconds(lambda: a @ b) / 1e12,
-        "mlp_tflops": 2
-        * tokens.numel()
-        * len(weights)
-        / median_seconds(lambda: tokens @ weights.T)
-        / 1e12,
-        "copy_tb_per_second": 2 * len(source) / median_seconds(lambda: target.copy_(source)) / 1e12,
-        "host_to_device_gb_per_second": len(host)
-        / median_seconds(lambda: to_device.copy_(host, non_blocking=True))
-        / 1e9,
+        "matrix_tflops": 2 * SIZES.matrix**3 / median_seconds(lambda _: a @ b) / 1e12,
+        "mlp_tflops": flop / median_seconds(lambda _: tokens @ weights.T) / 1e12,
+        "copy_tb_per_second": 2 * SIZES.copy_bytes / copied / 1e12,
+        "host_to_device_gb_per_second": len(host) / moved / 1e9,
     }
-
-
-def random_bf16(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=device(), dtype=torch.bfloat16)
 
 
 def exactness(session: Session) -> None:
@@ -307,61 +267,55 @@ def exactness(session: Session) -> None:
 
 
 def gradients(session: Session) -> None:
-    for precision, context in {"bf16": autocast(), "fp32": nullcontext}.items():
+    """Compare the one-graph gradient with itself, with that of other masks, and with that of each way."""
+    bench = bench_of(session)
+
+    def error(reference: Callable[..., Any], setup: Setup, row: str, way: Way) -> dict[str, float]:
+        wanted = reference(sort="sorted" in row)
+        return harness.gradient_errors(setup, way, bench.small, SEED, wanted)
+
+    for precision, context in {"bf16": AUTOCAST, "fp32": nullcontext}.items():
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = precision != "fp32"
-        setup = Setup(bench_of(session).setup.inner, device(), context)
-        compare_gradients(session, setup, precision)
+        setup = Setup(bench.setup.inner, DEVICE, context)
+        reference = cache(partial(harness.reference_gradient, setup, bench.small, SEED))
+        compared: dict[str, Way] = {
+            "one graph again": partial(one_graph_of, setup, SEED),
+            "one graph under other masks": partial(one_graph_of, setup, SEED + 1),
+            "ours, R=1": harness.decoupled(setup, 1, SIZES.compared),
+            "ours, R=0": harness.decoupled(setup, 0, SIZES.compared),
+            "ours, R=1, texts sorted": harness.decoupled_and_sorted(setup, 1, SIZES.compared),
+            "open_clip --accum-freq": partial(harness.open_clip_accumulation, setup),
+        }
+        for row, way in compared.items():
+            session.measure(f"{precision}, {row}", partial(error, reference, setup, row, way))
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
 
 
-def compare_gradients(session: Session, setup: Setup, precision: str) -> None:
-    """Compare the one-graph gradient with itself, with that of other masks, and with that of each way."""
-    size = sizes_of(session).compared
-    small = bench_of(session).small(size)
-    reference = cache(partial(reference_gradient, setup, small, SEED))
-    compared: dict[str, Way] = {
-        "one graph again": partial(one_graph_of, setup, SEED),
-        "one graph under other masks": partial(one_graph_of, setup, SEED + 1),
-        "ours, R=1": decoupled(setup, 1, size),
-        "ours, R=0": decoupled(setup, 0, size),
-        "ours, R=1, texts sorted": decoupled_and_sorted(setup, 1, size),
-        "open_clip --accum-freq": partial(open_clip_accumulation, setup),
-    }
-
-    def error(row: str) -> dict[str, float]:
-        wanted = reference(sort="sorted" in row)
-        return gradient_errors(setup, compared[row], small, SEED, wanted)
-
-    for row in compared:
-        session.measure(f"{precision}, {row}", partial(error, row))
-
-
 def one_graph_of(setup: Setup, seed: int, micro_batches: Sequence[MicroBatch]) -> None:
     """Leave the one-graph gradient in `.grad`, under the masks of `seed`."""
-    for name, gradient in reference_gradient(setup, micro_batches, seed).items():
+    for name, gradient in harness.reference_gradient(setup, micro_batches, seed).items():
         setup.inner.get_parameter(name).grad = gradient
 
 
 def steps(session: Session) -> None:
-    bench, sizes = bench_of(session), sizes_of(session)
+    bench = bench_of(session)
     session.measure("GFLOP a sample", lambda: {"gflop": bench.gflops})
-    for size in sizes.plain_batches:
-        pairs = bench.repeated(-(-size // sizes.micro_batch))
+    setup, most = bench.setup, SIZES.most_steps
+    for size in SIZES.plain_batches:
+        pairs = bench.repeated(-(-size // SIZES.micro_batch))
         images, texts = (torch.cat(parts)[:size] for parts in zip(*pairs, strict=True))
-        way = partial(plain, bench.setup)
-        session.measure(
-            f"plain, B={size}", partial(timed_step, bench, way, [(images, texts)], 3, 2)
+        measure_steps(
+            session, {f"plain, B={size}": (partial(harness.plain, setup), [(images, texts)], 3, 2)}
         )
-    setup, steps = bench.setup, sizes.most_steps
-    more: dict[str, tuple[Way, int, int, int]] = {
-        "K=8, ours, R=auto": (decoupled(setup, "auto", LOSS_CHUNK), 8, 2, 2),
-        "K=8, open_clip --accum-freq": (partial(open_clip_accumulation, setup), 8, 1, 1),
-        "K=8, two-pass (GradCache)": (two_pass(setup), 8, 1, 1),
-        f"K={steps}, ours, R=1": (decoupled(setup, 1, LOSS_CHUNK), steps, 1, 0),
-    }
-    measure_ways(session, bench, ways(bench) | more)
+    more: dict[str, Step] = {
+        "K=8, ours, R=auto": (harness.decoupled(setup, "auto", LOSS_CHUNK), bench.repeated(8), 2, 2),
+        "K=8, open_clip --accum-freq": (partial(harness.open_clip_accumulation, setup), bench.repeated(8), 1, 1),
+        "K=8, two-pass (GradCache)": (harness.two_pass(setup), bench.repeated(8), 1, 1),
+        f"K={most}, ours, R=1": (harness.decoupled(setup, 1, LOSS_CHUNK), bench.repeated(most), 1, 0),
+    }  # fmt: skip
+    measure_steps(session, ways(bench) | more)
 
 
 def waits(session: Session) -> None:
@@ -373,18 +327,17 @@ def waits(session: Session) -> None:
 
 def longest_kernels(bench: Bench) -> dict[str, Any]:
     """Profile a micro-batch: all kernels together, and milliseconds and calls of the 25 that take the most time."""
-    kind = ProfilerActivity.CUDA if on_gpu() else ProfilerActivity.CPU
+    kind = ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU
     with profile(activities=[kind]) as seen:
-        took = seconds(bench.setup, partial(one_graph, bench.setup), bench.batches[:1])
-    which = "self_device_time_total" if on_gpu() else "self_cpu_time_total"
+        way = partial(harness.one_graph, bench.setup)
+        took = harness.seconds(bench.setup, way, bench.batches[:1])
+    which = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
     rows = [(getattr(event, which) / 1e3, event.count, event.key) for event in seen.key_averages()]
     longest = sorted(rows, reverse=True)[:25]
     return {
         "wall_ms": 1e3 * took,
         "busy_ms": sum(busy for busy, _, _ in rows),
-        "kernels": sum(
-            calls for busy, calls, _ in rows if busy > 0
-        ),  # not the calls that launched them
+        "kernels": sum(calls for busy, calls, _ in rows if busy > 0),  # without their launches
         **{
             f"{n}. {key[:80]}": f"{busy:.2f} ms, {calls} calls"
             for n, (busy, calls, key) in enumerate(longest, 1)
@@ -394,18 +347,17 @@ def longest_kernels(bench: Bench) -> dict[str, Any]:
 
 def waits_of_a_step(bench: Bench) -> dict[str, Any]:
     """Count the lines at which CUDA says that the host waited in the third step of the recipe, with its optimizer and mixup."""
-    step = recipe_step(bench.setup.inner, LOSS_CHUNK)
+    step = harness.recipe_step(bench.setup.inner, LOSS_CHUNK)
     for number in range(2):  # the first one checks its replay, and makes the optimizer's state
         step.take(bench.repeated(4), number)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        if on_gpu():
-            torch.cuda.set_sync_debug_mode("warn")
+        mode = torch.cuda.set_sync_debug_mode if ON_GPU else str
+        mode("warn")
         try:
             step.take(bench.repeated(4), 2)
         finally:
-            if on_gpu():
-                torch.cuda.set_sync_debug_mode("default")
+            mode("default")
     if step.mixup is not None:
         step.mixup.detach()
     waited = [each for each in seen if "called a synchronizing" in str(each.message)]
@@ -414,56 +366,51 @@ def waits_of_a_step(bench: Bench) -> dict[str, Any]:
 
 
 def loss(session: Session) -> None:
-    for pairs in sizes_of(session).pairs:
+    for pairs in SIZES.pairs:
         session.measure(f"{pairs:,} pairs", partial(loss_values, pairs))
 
 
-def loss_values(pairs: int) -> dict[str, float]:
+def loss_values(pairs: int) -> dict[str, float | None]:
     """Time a forward and backward pass of our loss and, where memory suffices, of open_clip's on features of width 512."""
     clear()
     torch.manual_seed(SEED)
     leaves = [
-        nn.functional.normalize(torch.randn(pairs, 512, device=device()), dim=1).requires_grad_()
+        nn.functional.normalize(torch.randn(pairs, 512, device=DEVICE), dim=1).requires_grad_()
         for _ in range(2)
     ]
-    scale = torch.tensor(50.0, device=device(), requires_grad=True)
+    scale = torch.tensor(50.0, device=DEVICE, requires_grad=True)
     losses: dict[str, nn.Module] = {"": ContrastiveLoss(chunk_size=LOSS_CHUNK)}
     # Two logit matrices, their softmaxes and gradients: six matrices of N^2 floats, and some room.
-    if (available_bytes(device()) or 0) > 7 * 4 * pairs**2:
+    if (available_bytes(DEVICE) or 0) > 7 * 4 * pairs**2:
         losses["clip_loss_"] = ClipLoss()
-    values = {}
+    values: dict[str, float | None] = {}
     for name, each in losses.items():
-
-        def step(each: nn.Module = each) -> None:
-            each(*leaves, scale).backward()
-
-        if on_gpu():
-            torch.cuda.reset_peak_memory_stats()
-        values[f"{name}seconds"] = median_seconds(step, rounds=1, warm_up=1)
-        if on_gpu():
-            values[f"{name}peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        once = lambda _, each=each: each(*leaves, scale).backward()  # noqa: E731
+        values[f"{name}seconds"] = median_seconds(once, rounds=1, warm_up=1)
+        values[f"{name}peak_gib"] = peak_gib()
     return values
 
 
 def blocks(session: Session) -> None:
     """Compile the model's blocks; time the first step, then the ways, and compare a gradient under its masks."""
-    bench, sizes = bench_of(session), sizes_of(session)
-    setup, small = bench.setup, bench.small(sizes.compared)
-    compiled = partialmethod(nn.Module.compile, backend=sizes.compiler)
+    bench = bench_of(session)
+    setup = bench.setup
+    compiled = partialmethod(nn.Module.compile, backend=SIZES.compiler)
     with mock.patch.object(nn.Module, "compile", compiled):
         compile_blocks(setup.inner)
 
     def first() -> dict[str, float]:
-        way = decoupled(setup, 1, LOSS_CHUNK)
-        return {"seconds": seconds(setup, way, bench.batches[:2])}
+        way = harness.decoupled(setup, 1, LOSS_CHUNK)
+        return {"seconds": harness.seconds(setup, way, bench.batches[:2])}
 
     def error() -> dict[str, float]:
-        reference = reference_gradient(setup, small, SEED)
-        return gradient_errors(setup, decoupled(setup, 1, sizes.compared), small, SEED, reference)
+        reference = harness.reference_gradient(setup, bench.small, SEED)
+        way = harness.decoupled(setup, 1, SIZES.compared)
+        return harness.gradient_errors(setup, way, bench.small, SEED, reference)
 
     with same_masks(setup.inner, cut_texts=False):
         session.measure("first step", first, limit=240)
-        measure_ways(session, bench, ways(bench))
+        measure_steps(session, ways(bench))
         session.measure("gradient error of ours", error)
     for module in setup.inner.modules():
         module._compiled_call_impl = None
@@ -481,26 +428,26 @@ def training(session: Session) -> None:
 
 def train_stop_and_resume(session: Session) -> dict[str, Any]:
     """Train, stop by SIGTERM, resume from the earlier checkpoint, and compare the losses of the steps taken twice."""
-    sizes, folder = sizes_of(session), session.work / "training"
+    folder = session.work / "training"
     shutil.rmtree(folder, ignore_errors=True)
     for name in "ab":
-        made_up_source(folder / name, sizes.trained_pairs, sizes.px)
-    write_bert(folder / "bert", sizes.trained[1], 0.1)
+        made_up_source(folder / name, SIZES.trained_pairs, SIZES.px)
+    harness.write_bert(folder / "bert", SIZES.trained[1], 0.1)
     first = train(session, folder)
     for file in (folder / "run" / "checkpoints").glob("step_*.pt"):
-        if int(file.stem.split("_")[-1]) > sizes.save:
+        if int(file.stem.split("_")[-1]) > SIZES.save:
             file.unlink()
     again = train(session, folder, "--resume", "latest")
-    twice = [(first[step], again[step]) for step in range(sizes.save, sizes.stop)]
-    steady = [first[step] for step in range(4, sizes.stop)]
+    twice = [(first[step], again[step]) for step in range(SIZES.save, SIZES.stop)]
+    steady = [first[step] for step in range(4, SIZES.stop)]
     times = [later["time"] - earlier["time"] for earlier, later in pairwise(steady)]
     return {
-        "samples_per_second": 8 * sizes.micro_batch / statistics.median(times),
+        "samples_per_second": 8 * SIZES.micro_batch / statistics.median(times),
         "step_seconds": statistics.median(times),
         "waited": statistics.median([line["waited"] for line in steady]),
-        "peak_gib": max(line["memory_bytes"] for line in steady) / GIB if on_gpu() else None,
+        "peak_gib": max(line["memory_bytes"] for line in steady) / GIB if ON_GPU else None,
         "first_step_after_seconds": first[0]["time"] - first["started"],
-        "resumed_step_after_seconds": again[sizes.save]["time"] - again["started"],
+        "resumed_step_after_seconds": again[SIZES.save]["time"] - again["started"],
         "steps_twice": len(twice),
         "largest_loss_difference": max(abs(one["loss"] - other["loss"]) for one, other in twice),
     }
@@ -516,20 +463,19 @@ def train(session: Session, folder: Path, *words: str) -> dict[Any, Any]:
         RuntimeError: it ended before.
     """
     clear()
-    stop, started = sizes_of(session).stop, time.time()
+    started = time.time()
     lines: dict[Any, Any] = {}
-    command = [sys.executable, "-m", "training.main", *training_words(session, folder), *words]
+    command = [sys.executable, "-m", "training.main", *training_words(folder), *words]
     with (folder / "training.log").open("a") as log:
         program = subprocess.Popen(
             command, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log,
             preexec_fn=partial(end_with_parent, signal.SIGKILL),
         )  # fmt: skip
-        while max(lines, default=0) < stop - 1:
+        while max(lines, default=0) < SIZES.stop - 1:
             time.sleep(0.1)
             if program.poll() is not None:
-                raise RuntimeError(
-                    f"the training ended: {(folder / 'training.log').read_text()[-300:]}"
-                )
+                words_of = (folder / "training.log").read_text()
+                raise RuntimeError(f"the training ended: {words_of[-300:]}")
             if (folder / "run" / "record.jsonl").is_file():
                 logged = read_record(folder / "run")["step"]
                 lines = {line["step"]: line for line in logged if line["time"] > started}
@@ -538,25 +484,23 @@ def train(session: Session, folder: Path, *words: str) -> dict[Any, Any]:
     return {**lines, "started": started}
 
 
-def training_words(session: Session, folder: Path) -> list[str]:
-    sizes = sizes_of(session)
-    model, _, *more = sizes.trained
+def training_words(folder: Path) -> list[str]:
+    model, _, *more = SIZES.trained
     return [
         "--model", model, "--text-model", str(folder / "bert"), *more,
         "--train-data", f"a={folder / 'a'}::b={folder / 'b'}",
-        "--train-data-upsampling-factors", f"a={sizes.passes}::b={sizes.passes}", "--sampling", "debiased",
-        "--batch-size", str(sizes.micro_batch), "--dga-steps", "8", "--loss-chunk", str(LOSS_CHUNK), "--coin-flip-mixup",
-        "--precision", "amp_bf16", "--device", device().type, "--workers", str(sizes.workers), "--epochs", "1", "--warmup", "5",
-        "--log-every-n-steps", "1", "--save-every-steps", str(sizes.save), "--keep-checkpoints", "3", "--save-frequency", "0",
+        "--train-data-upsampling-factors", f"a={SIZES.passes}::b={SIZES.passes}", "--sampling", "debiased",
+        "--batch-size", str(SIZES.micro_batch), "--dga-steps", "8", "--loss-chunk", str(LOSS_CHUNK), "--coin-flip-mixup",
+        "--precision", "amp_bf16", "--device", DEVICE.type, "--workers", str(SIZES.workers), "--epochs", "1", "--warmup", "5",
+        "--log-every-n-steps", "1", "--save-every-steps", str(SIZES.save), "--keep-checkpoints", "3", "--save-frequency", "0",
         "--logs", str(folder), "--name", "run",
     ]  # fmt: skip
 
 
 def made_up_source(folder: Path, count: int, px: int) -> None:
     """Write a source of JPEGs with a photograph's spectrum, `px` on a side, and captions of 5 to 15 words."""
-    pictures = [
-        photograph(seed, px, px) for seed in range(min(count, 256))
-    ]  # repeated; decoding costs the same
+    # Pictures are repeated; decoding costs the same.
+    pictures = [photograph(seed, px, px) for seed in range(min(count, 256))]
     rng = np.random.default_rng(0)
     lengths = rng.integers(5, 16, size=count)
     captions = (" ".join(rng.choice(CAPTION.split(), size=length)) for length in lengths)
@@ -590,7 +534,7 @@ def plan(session: Session) -> None:
     """Compare the plan of the training of `training` with what it took; it has its data."""
 
     def compared() -> dict[str, Any]:
-        words = training_words(session, session.work / "training")
+        words = training_words(session.work / "training")
         lines = output_of(session, "-m", "open_clip_zerovl.cli", "plan", *words)
         said = re.search(r"^step +(\S+) s .*^memory +(\S+) of", lines, re.M | re.S)
         if said is None:

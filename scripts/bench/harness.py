@@ -158,8 +158,10 @@ def make_batches(name: str, model: Any, sizes: Sequence[int], seed: int) -> list
         )
         images = images.contiguous(memory_format=torch.channels_last)
         texts = torch.randint(LAST + 1, vocabulary, (size, context), generator=generator)
-        lengths = torch.from_numpy(caption_lengths(size, context, seed + 1000 * number))
-        ends = lengths[:, None]
+        mean, deviation = CAPTION_TOKENS
+        drawn = np.random.default_rng(seed + 1000 * number)
+        drawn = drawn.gamma((mean / deviation) ** 2, deviation**2 / mean, size)
+        ends = torch.from_numpy(np.clip(np.rint(drawn), 3, context).astype(np.int64))[:, None]
         place = torch.arange(context)
         texts = texts.where(place < ends - 1, torch.tensor(LAST)).where(
             place < ends, torch.tensor(PAD)
@@ -169,13 +171,6 @@ def make_batches(name: str, model: Any, sizes: Sequence[int], seed: int) -> list
             images, texts = images.pin_memory(), texts.pin_memory()
         batches.append((images, texts))
     return batches
-
-
-def caption_lengths(size: int, context: int, seed: int) -> np.ndarray:
-    """Tokens of `size` captions: a gamma distribution of `CAPTION_TOKENS`, cut to the context."""
-    mean, deviation = CAPTION_TOKENS
-    drawn = np.random.default_rng(seed).gamma((mean / deviation) ** 2, deviation**2 / mean, size)
-    return np.clip(np.rint(drawn), 3, context).astype(np.int64)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -364,20 +359,10 @@ def seconds(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> floa
 class PeakBytes(LiveBytes):
     """The peak of `LiveBytes`, in `peak`. Scratch memory inside an operation is not seen."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._bound = (
-            0  # upper bound of the live bytes; they are counted only where it exceeds the peak
-        )
+    peak = 0
+    _bound = 0  # upper bound of the live bytes; they are counted only where it exceeds the peak
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._bound += sum(
             t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor)
@@ -402,16 +387,11 @@ def peak_bytes(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> i
     return live.peak + sum(p.nbytes for p in setup.inner.parameters())
 
 
-@dataclass
-class Counts:
-    """Passes and FLOPs of a step on this rank; they do not depend on the machine."""
+def counts(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> tuple[float, float, int]:
+    """Count a step's forward and backward passes through the towers a sample, and its FLOPs on this rank.
 
-    forwards: float  # passes through the towers a sample
-    backwards: float
-    flops: int  # of the matrix products of towers and loss; a multiply-add counts twice
-
-
-def counts(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> Counts:
+    FLOPs are those of the matrix products of towers and loss; a multiply-add counts twice.
+    """
     rows = {"forward": 0, "backward": 0}
 
     def count(_module: nn.Module, _inputs: Any, outputs: dict[str, Tensor]) -> None:
@@ -430,7 +410,7 @@ def counts(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> Count
     finally:
         hook.remove()
     samples = sum(len(images) for images, _ in micro_batches)
-    return Counts(rows["forward"] / samples, rows["backward"] / samples, counter.get_total_flops())
+    return rows["forward"] / samples, rows["backward"] / samples, counter.get_total_flops()
 
 
 def tower_flops(setup: Setup, micro_batch: MicroBatch) -> tuple[int, int]:
@@ -472,7 +452,7 @@ def reference_gradient(
         sides[1] = sides[1][order.argsort().to(setup.device)]
     widened = [side.to(torch.promote_types(side.dtype, torch.float32)) for side in sides]
     setup.clip_loss(*widened, outputs[-1]["logit_scale"]).backward()
-    found = _gradients(setup)
+    found = gradients(setup)
     if setup.world_size > 1:  # the towers were called without DDP, which would average
         for gradient in found.values():
             dist.all_reduce(gradient)
@@ -491,31 +471,22 @@ def gradient_errors(
     setup.zero_grad()
     torch.manual_seed(seed)
     way(micro_batches)
-    found = _gradients(setup)
-    parts = {
-        "towers": [name for name in reference if name != "logit_scale"],
-        "logit_scale": ["logit_scale"],
-    }
-    return {part: _distance(found, reference, names) for part, names in parts.items()}
+    found = gradients(setup)
+    towers = [name for name in reference if name != "logit_scale"]
+    parts = {"towers": towers, "logit_scale": ["logit_scale"]}
+    errors = {}
+    for part, names in parts.items():
+        pairs = [(found[name].double(), reference[name].double()) for name in names]
+        difference = sum((ours - theirs).square().sum().item() for ours, theirs in pairs)
+        total = sum(theirs.square().sum().item() for _, theirs in pairs)
+        errors[part] = (difference / total) ** 0.5
+    return errors
 
 
-def _gradients(setup: Setup) -> dict[str, Tensor]:
+def gradients(setup: Setup) -> dict[str, Tensor]:
+    """Copy the gradients of the parameters that have one."""
     named = setup.inner.named_parameters()
-    return {
-        name: parameter.grad.detach().clone()
-        for name, parameter in named
-        if parameter.grad is not None
-    }
-
-
-def _distance(
-    found: dict[str, Tensor], reference: dict[str, Tensor], names: Sequence[str]
-) -> float:
-    difference = sum(
-        (found[name].double() - reference[name].double()).square().sum().item() for name in names
-    )
-    total = sum(reference[name].double().square().sum().item() for name in names)
-    return (difference / total) ** 0.5
+    return {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
 
 
 def write(results: Any, markdown: str, out: Path | None) -> None:

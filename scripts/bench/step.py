@@ -153,23 +153,25 @@ def measure_steps(
         "peak_mib_of_one_micro_batch": single / 2**20,
         "rows": [],
     }
+    free = torch.tensor([available_bytes(device) or 0], device=device)
+    if setup.world_size > 1:  # the least of all ranks'
+        free //= setup.world_size if device.type == "cpu" else 1
+        dist.all_reduce(free, dist.ReduceOp.MIN)
     for steps in args.steps:
-        contestants = ways(setup, steps, args.loss_chunk, _agreed_free(setup) > 1.2 * graph * steps)
+        contestants = ways(setup, steps, args.loss_chunk, int(free) > 1.2 * graph * steps)
         timed = measure_times(setup, contestants, batches[:steps], args.rounds)
-        plain_flops = counts(setup, contestants["plain micro-batches"], batches[:steps]).flops
+        plain_flops = counts(setup, contestants["plain micro-batches"], batches[:steps])[2]
         for row, way in contestants.items():
-            counted = counts(setup, way, batches[:steps])
+            forwards, backwards, flops = counts(setup, way, batches[:steps])
             record = {
                 "way": row,
                 "steps": steps,
-                "retained": round(steps * (2 - counted.forwards))
-                if row.startswith("ours")
-                else None,
-                "ideal": counted.forwards / 3 + counted.backwards * 2 / 3,
-                "forwards_per_sample": counted.forwards,
-                "backwards_per_sample": counted.backwards,
-                "flops": counted.flops / plain_flops,
-                "flops_due": counted.forwards * share + counted.backwards * (1 - share),
+                "retained": round(steps * (2 - forwards)) if row.startswith("ours") else None,
+                "ideal": forwards / 3 + backwards * 2 / 3,
+                "forwards_per_sample": forwards,
+                "backwards_per_sample": backwards,
+                "flops": flops / plain_flops,
+                "flops_due": forwards * share + backwards * (1 - share),
                 "memory": peak_bytes(setup, way, batches[:steps]) / single,
                 "errors": errors.get(row),
             }
@@ -178,15 +180,6 @@ def measure_steps(
                 record["time_range"] = [min(ratios), max(ratios)]
             results["rows"].append(record)
     return results
-
-
-def _agreed_free(setup: Setup) -> int:
-    """Free memory of the device, the least of all ranks'; 0 if it is not known."""
-    free = torch.tensor([available_bytes(setup.device) or 0], device=setup.device)
-    if setup.world_size > 1:
-        free //= setup.world_size if setup.device.type == "cpu" else 1
-        dist.all_reduce(free, dist.ReduceOp.MIN)
-    return int(free.item())
 
 
 def measure_times(
