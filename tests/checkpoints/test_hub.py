@@ -13,7 +13,7 @@ import pytest
 
 from open_clip_zerovl.checkpoints.export import push_folder
 from open_clip_zerovl.cli import main
-from support.model_hub import model_hub
+from support.servers import ModelHub
 from support.tiny_clip import (
     NATIVE_VISION,
     bert_text,
@@ -32,7 +32,7 @@ def new_session():
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """The stub hub as huggingface_hub's, with the token of one who may write."""
-    with model_hub() as hub:
+    with ModelHub() as hub:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True, raising=False)

@@ -12,7 +12,7 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.shards.fetch import ShardCache
 from support import loading
-from support.shard_server import shard_server
+from support.servers import ShardServer
 from support.tars import write_source
 
 SHARDS, PER_SHARD = 4, 10
@@ -22,7 +22,7 @@ SHARDS, PER_SHARD = 4, 10
 def server(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     write_source(tmp_path / "cc", 0, SHARDS * PER_SHARD, PER_SHARD)
-    with shard_server(tmp_path) as server:
+    with ShardServer(tmp_path) as server:
         yield server
 
 

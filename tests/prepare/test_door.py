@@ -26,8 +26,8 @@ from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.prepare.inputs import open_input
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import Columns, Work
-from support.loopback import Handler, Server, serving
 from support.pairs import picture
+from support.servers import Handler, Server
 from training.checkpointing import described
 
 PAIRS = 5
@@ -327,7 +327,7 @@ def test_a_star_names_the_files_of_a_data_set_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     folder = Path(parquet(tmp_path / "rows")).parent
     data = "cc=hf://datasets/me/cc@v1/data/*.parquet"
-    with serving(Server(Hub)) as hub:
+    with Server(Hub) as hub:
         hub.folder = folder
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         (source,) = parse_sources(as_shards(data))

@@ -16,7 +16,7 @@ from open_clip_zerovl.prepare import pictures as download
 from open_clip_zerovl.prepare.collect import Spool
 from open_clip_zerovl.prepare.pictures import Downloader, Failure, encode_picture
 from open_clip_zerovl.prepare.settings import Encoding, Limits, Work
-from support.hostile_server import hostile_server, photo
+from support.servers import HostileServer, photo
 
 LIMITS = Limits(idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000, private_redirects=True)
 WORK = Work(threads=16, attempts=2, backoff_seconds=0.01, progress=False)
@@ -24,7 +24,7 @@ WORK = Work(threads=16, attempts=2, backoff_seconds=0.01, progress=False)
 
 @pytest.fixture(scope="module")
 def server():
-    with hostile_server() as running:
+    with HostileServer() as running:
         yield running
 
 
@@ -195,7 +195,7 @@ def test_wrong_certificates_are_refused_unless_allowed(tmp_path):
         pytest.skip("openssl cannot make a certificate here")
     import ssl
 
-    with hostile_server() as server:
+    with HostileServer() as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
         server.socket = context.wrap_socket(server.socket, server_side=True)

@@ -22,9 +22,8 @@ from open_clip_zerovl.prepare.rows import public_name
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.prepare.store import Candidate, Exclusion
 from open_clip_zerovl.shards.tar import image_of, read_samples
-from support.hostile_server import hostile_server, photo
 from support.pairs import ARROW_FORMS, FORMS, as_csv, as_folder, make_pairs, picture, samples_of
-from support.shard_server import shard_server
+from support.servers import HostileServer, ShardServer, photo
 
 #: Settings of most calls.
 SPLIT: dict[str, Any] = {"test_share": 0.25, "shard_size": 4}
@@ -223,7 +222,7 @@ def test_larger_pictures_are_made_smaller_and_turned_ones_upright(packed, tmp_pa
 
 
 def test_addresses_are_fetched_and_failures_counted_and_tried_again(packed, tmp_path):
-    with hostile_server() as server:
+    with HostileServer() as server:
         kinds = ["good", "missing", "flaky", "html", "good", "good"]
         rows = [
             f"{server.url(kind, number)}\tcaption {number}" for number, kind in enumerate(kinds)
@@ -326,7 +325,7 @@ def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
         parquet.write_table(table, tmp_path / f"here/{number}.parquet", row_group_size=2)
     found = packed(f"x={tmp_path / 'here'}", out="local", **SPLIT)
     assert found["pictures"] == 9 and sum(entry["rows"] for entry in found["refused"].values()) == 1
-    with shard_server(tmp_path / "here") as server:
+    with ShardServer(tmp_path / "here") as server:
         address = f"x={server.url('{0..1}.parquet')}"
         server.faults["1.parquet"] = ["cut:100"]
         assert packed(address, out="remote", **SPLIT)["refused"].keys() == found["refused"].keys()

@@ -25,7 +25,7 @@ from open_clip_zerovl.prepare.public import (
 )
 from open_clip_zerovl.prepare.settings import Limits, Work
 from open_clip_zerovl.shards.tar import read_samples
-from support.hostile_server import hostile_server, photo
+from support.servers import HostileServer, photo
 
 WORK = Work(threads=4, progress=False, attempts=2, backoff_seconds=0.01)
 
@@ -145,7 +145,7 @@ def test_a_list_of_addresses_becomes_shards_and_every_failure_is_counted(tmp_pat
         idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000, private_redirects=True
     )
     listed, out = tmp_path / "list.tsv", tmp_path / "cc3m"
-    with hostile_server() as server:
+    with HostileServer() as server:
         urls = [
             server.url(kind, n) for n, kind in enumerate(kind for kind in ANSWERS for _ in "12")
         ]

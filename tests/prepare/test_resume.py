@@ -22,8 +22,8 @@ from open_clip_zerovl.prepare.collect import Collecting
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards import files as writing
-from support.hostile_server import hostile_server
 from support.pairs import Pair, as_csv, as_folder, make_pairs, shards_of
+from support.servers import HostileServer
 from support.tars import encoded
 
 WORK = Work(threads=2, progress=False)
@@ -105,7 +105,7 @@ def _files(out: Path) -> dict[str, bytes]:
 
 
 def test_pictures_that_came_before_a_kill_are_not_fetched_again(packed, tmp_path, monkeypatch):
-    with hostile_server() as server:
+    with HostileServer() as server:
         rows = [
             "url,caption",
             *(f"{server.url('good', number)},caption {number}" for number in range(60)),
@@ -125,7 +125,7 @@ def test_pictures_that_came_before_a_kill_are_not_fetched_again(packed, tmp_path
 
 def test_a_retry_that_is_killed_is_mended_by_any_call(packed, tmp_path, monkeypatch):
     """The shards of the first call are written anew, from more samples; none of the old ones is taken for a new one."""
-    with hostile_server() as server:
+    with HostileServer() as server:
         kinds = ["flaky" if number % 4 == 1 else "good" for number in range(24)]
         rows = [
             "url,caption",

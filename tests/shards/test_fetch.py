@@ -27,7 +27,7 @@ from open_clip_zerovl.shards.fetch import (
 )
 from open_clip_zerovl.shards.files import open_index
 from open_clip_zerovl.shards.urls import check_openable
-from support.shard_server import ShardServer, shard_server
+from support.servers import ShardServer
 from support.tars import write_source
 
 GIB = 2**30
@@ -40,7 +40,7 @@ def server(tmp_path):
     """A server of two tars of 10 samples each, and of a large file."""
     write_source(tmp_path / "cc", 0, 40, 10)
     (tmp_path / "cc/large").write_bytes(CONTENT)
-    with shard_server(tmp_path / "cc") as server:
+    with ShardServer(tmp_path / "cc") as server:
         yield server
 
 
@@ -275,7 +275,7 @@ def test_each_run_asks_once_whether_a_shard_has_changed(server, cache):
 def test_what_is_no_shard_is_not_kept(tmp_path, cache, content):
     """tarfile raises EOFError on a gzip file that ends within its first header, and so neither accepts nor refuses it."""
     (tmp_path / "00000.tar").write_bytes(content)
-    with shard_server(tmp_path) as server, pytest.raises(Unreachable, match="no tar or parquet"):
+    with ShardServer(tmp_path) as server, pytest.raises(Unreachable, match="no tar or parquet"):
         read(cache, server.url("00000.tar"), check=is_shard)
 
 
