@@ -274,7 +274,8 @@ def gradients(session: Session) -> None:
         wanted = reference(sort="sorted" in row)
         return harness.gradient_errors(setup, way, bench.small, SEED, wanted)
 
-    for precision, context in {"bf16": AUTOCAST, "fp32": nullcontext}.items():
+    contexts: dict[str, Callable[[], Any]] = {"bf16": AUTOCAST, "fp32": nullcontext}
+    for precision, context in contexts.items():
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = precision != "fp32"
         setup = Setup(bench.setup.inner, DEVICE, context)

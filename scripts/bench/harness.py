@@ -159,8 +159,8 @@ def make_batches(name: str, model: Any, sizes: Sequence[int], seed: int) -> list
         images = images.contiguous(memory_format=torch.channels_last)
         texts = torch.randint(LAST + 1, vocabulary, (size, context), generator=generator)
         mean, deviation = CAPTION_TOKENS
-        drawn = np.random.default_rng(seed + 1000 * number)
-        drawn = drawn.gamma((mean / deviation) ** 2, deviation**2 / mean, size)
+        rng = np.random.default_rng(seed + 1000 * number)
+        drawn = rng.gamma((mean / deviation) ** 2, deviation**2 / mean, size)
         ends = torch.from_numpy(np.clip(np.rint(drawn), 3, context).astype(np.int64))[:, None]
         place = torch.arange(context)
         texts = texts.where(place < ends - 1, torch.tensor(LAST)).where(

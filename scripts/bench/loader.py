@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import logging
 import math
 import os
@@ -43,13 +42,14 @@ from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.sampling.schedule import Batching
-from open_clip_zerovl.shards.files import write_shard
+from open_clip_zerovl.shards.files import write_source
 from open_clip_zerovl.shards.tar import Sample
 from scripts.bench.harness import write, write_bert
 from scripts.tables import markdown_table
 
 NEEDED_PER_SECOND = 3300  # samples that eight GPUs take in the paper's recipe
 BATCH = 32
+SHARDS = 8
 CAPTION = "a small brown dog that runs over wet sand with a red ball in its mouth"
 
 
@@ -69,21 +69,6 @@ def photograph(seed: int, width_px: int, height_px: int) -> bytes:
         buffer, "JPEG", quality=85
     )
     return buffer.getvalue()
-
-
-def write_shards(folder: Path, shards: int, per_shard: int, image: Callable[[int], bytes]) -> str:
-    """Webdataset shards and their sizes.json; returns a brace pattern that names them."""
-    folder.mkdir(parents=True)
-    for shard in range(shards):
-        numbers = range(shard * per_shard, (shard + 1) * per_shard)
-        samples = (
-            Sample(f"{n:09d}", {"jpg": image(n), "txt": f"{CAPTION} {n}".encode()}) for n in numbers
-        )
-        write_shard(folder / f"{shard:05d}.tar", samples)
-    (folder / "sizes.json").write_text(
-        json.dumps({f"{shard:05d}.tar": per_shard for shard in range(shards)})
-    )
-    return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
 
 
 @dataclass(frozen=True)
@@ -176,9 +161,12 @@ def _data(size: str, folder: Path, per_shard: int) -> tuple[list[bytes], str]:
     """Encoded pictures of a size ("384x256"), and the shards that repeat them."""
     width, height = map(int, size.split("x"))
     encoded = [photograph(seed, width, height) for seed in range(16)]
-    return encoded, write_shards(
-        folder / size, 8, per_shard, lambda number: encoded[number % len(encoded)]
-    )
+    samples = [
+        Sample(f"{n:09d}", {"jpg": encoded[n % len(encoded)], "txt": f"{CAPTION} {n}".encode()})
+        for n in range(SHARDS * per_shard)
+    ]
+    write_source(folder / size, samples, shard_size=per_shard)
+    return encoded, f"{folder / size}/train-{{00000..{SHARDS - 1:05d}}}.tar"
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
