@@ -106,6 +106,7 @@ class TrainingRun:
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.mixup: CoinFlipMixup | None = None
+        self.batches: Any = None
         self.resumed: checkpointing.Position | None = None
         self.teacher: torch.nn.Module | None = None  # of --distill-model
         self.trainer: Trainer | None = None
@@ -168,7 +169,9 @@ class TrainingRun:
                 ExitStack() as self._handlers,
             ):
                 self._run_main()
-        except BaseException as error:  # also for an interrupt or a defect
+        except BaseException as raised:  # also for an interrupt or a defect
+            sentence = self._lost_worker(raised)
+            error = raised if sentence is None else UserError(sentence)
             if self.trained and not isinstance(error, stopping.Stopped | KeyboardInterrupt):
                 self.log.end("failed", first_line(error))
                 self._keep_traceback(error)
@@ -178,9 +181,21 @@ class TrainingRun:
             if self.config.plan:
                 with suppress(OSError):  # another run without a trace is in it
                     self.folder.parent.rmdir()
+            if error is not raised:
+                raise error from raised
             raise
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+    def _lost_worker(self, error: BaseException) -> str | None:
+        """Make the sentence for an error about a lost loader worker, which torch raises at any place in the process."""
+        loader = getattr(self.batches, "unwrapped", self.batches)
+        if not isinstance(error, RuntimeError) or not isinstance(loader, MixtureLoader):
+            return None
+        sentence = loader.explain(error)
+        if sentence is not None:
+            loader.abandon()
+        return sentence
 
     def _run_main(self) -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -339,10 +354,11 @@ class TrainingRun:
 
         `stock(args)` is open_clip's own. Its training data yields batches for the loop of `train_epoch`.
         """
-
-        return data.get_data(
+        opened = data.get_data(
             self.config, self.inputs, stock, args, transforms, tokenizer, self.model
         )
+        self.batches = opened["train"].dataloader if "train" in opened else None
+        return opened
 
     def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
         """Find the file that `--resume latest` continues from.
@@ -435,14 +451,6 @@ class TrainingRun:
                 stock()
             if self.config.active:
                 require_finite(model, f"after epoch {epoch}")
-        except RuntimeError as error:
-            # torch raises an error about a lost loader worker at any place in the process
-            loader = getattr(data["train"].dataloader, "unwrapped", data["train"].dataloader)
-            sentence = loader.explain(error) if isinstance(loader, MixtureLoader) else None
-            if sentence is None:
-                raise
-            loader.abandon()
-            raise UserError(sentence) from error
         finally:
             mark.remove()
 

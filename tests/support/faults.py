@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,12 +16,13 @@ from open_clip_zerovl import losses
 from open_clip_zerovl.data import mixture
 from open_clip_zerovl.dga.retain import Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from training import hooks
 from training.stopping import Preemption
 
 _step = 2
 
 
-def _in_call(owner: type, name: str, act: Callable[[], None]) -> None:
+def _in_call(owner: Any, name: str, act: Callable[[], None]) -> None:
     """Act at the beginning of the `_step`-th call of a method."""
     stock, calls = getattr(owner, name), []
 
@@ -89,6 +91,11 @@ def _kill_a_loader_worker() -> None:
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
+def _killed_while_a_file_is_written() -> None:
+    _kill_a_loader_worker()
+    time.sleep(1)  # torch's handler of the signal raises here
+
+
 def _killed_after_the_first_step() -> None:
     """Before it hears whether the other ranks have been asked to stop."""
     Preemption.agreed = lambda self, distributed: os.kill(os.getpid(), signal.SIGKILL)
@@ -117,6 +124,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "killed": lambda: _in_step(_signals(signal.SIGKILL)),
     "killed after the first step": _killed_after_the_first_step,
     "loader worker killed": lambda: _in_step(_kill_a_loader_worker),
+    "loader worker killed at a save": lambda: _in_call(
+        hooks, "save_atomically", _killed_while_a_file_is_written
+    ),
     "full disk": lambda: _in_step(_full_disk),
     "defect in the loss": lambda: _in_call(
         losses.ContrastiveLoss, "forward", _raises(ZeroDivisionError("a defect in the loss"))

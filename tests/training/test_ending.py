@@ -103,6 +103,7 @@ CAUSES = {
     "sighup": (85, "for the launcher"),
     "weights not finite": (2, "after step 2 of epoch 0 the weights are not finite numbers; no checkpoint of them"),
     "loader worker killed": (2, "loader worker 0 of rank 0 was lost"),
+    "loader worker killed at a save": (2, "loader worker 0 of rank 0 was lost"),
     "full disk": (2, "cannot be written"),
 }  # fmt: skip
 
@@ -118,7 +119,7 @@ QUICK = (
     "sigterm",
     "sighup",
     "weights not finite",
-    "loader worker killed",
+    "loader worker killed at a save",
     "full disk",
 )
 

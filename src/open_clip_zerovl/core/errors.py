@@ -169,8 +169,10 @@ def sentence_of(error: BaseException) -> str | None:
     if not installed and (checkout := re.search(r"/(open_clip(?:_train)?/.*)", file)):
         installed, module = file, checkout[1]
     kind = "" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: "
-    # open_clip's loop runs our step: what fails there is a defect.
-    if not installed or module.endswith("open_clip_train/train.py"):
+    # open_clip's loop runs our step, and torch hands on what was raised in a loader worker: what fails there is a defect.
+    if module.endswith("open_clip_train/train.py") or " in DataLoader worker process" in line:
+        return None
+    if not installed:
         return None
     return f"{module.split('/')[0].removesuffix('.py')}: {kind}{line}; {DEBUG} prints the traceback"
 
