@@ -44,9 +44,6 @@ _MODEL = "## Model"  # the heading from which on a card speaks of the model alon
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _DATA_SET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)")
-_RECALL = re.compile(r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)")
-_RSUM = re.compile(r"(?:(.+)_)?(rsum)")
-_ACCURACY = re.compile(r"(.+)[_-](top\d+|mean_per_class)")
 _RETRIEVAL: dict[str, Any] = {
     "task_type": "image-text-retrieval",
     "task_name": "Image-text retrieval",
@@ -55,6 +52,12 @@ _CLASSES: dict[str, Any] = {
     "task_type": "zero-shot-image-classification",
     "task_name": "Zero-shot image classification",
 }
+# Names of scores (their set is the first group), task, the factor of the shown number, and its words
+_SCORES: tuple[tuple[str, dict[str, Any], int, str], ...] = (
+    (r"(?:(.+)_)?(image_to_text|text_to_image)_R@(\d+)", _RETRIEVAL, 100, r"\2 R@\3 in %"),
+    (r"(?:(.+)_)?rsum", _RETRIEVAL, 1, "RSUM of 600"),
+    (r"(.+)[_-](top\d+|mean_per_class)", _CLASSES, 100, r"\2 in %"),
+)
 
 
 def _data_of(folder: Path) -> CardData:
@@ -100,25 +103,19 @@ def _scores(metrics: Mapping[str, float]) -> list[EvalResult]:
     """Describe the scores among some metrics, with chance in a score's name."""
     scores = []
     for name, value in metrics.items():
-        if match := _RECALL.fullmatch(name):
-            task, factor = _RETRIEVAL, 100
-            kind, words = f"{match[2]}_recall_at_{match[3]}", f"{match[2]} R@{match[3]} in %"
-        elif match := _RSUM.fullmatch(name):
-            task, factor = _RETRIEVAL, 1
-            kind, words = "rsum", "RSUM of 600"
-        elif match := _ACCURACY.fullmatch(name):
-            task, factor = _CLASSES, 100
-            kind, words = match[2], f"{match[2]} in %"
-        else:
-            continue
-        if (chance := metrics.get(f"{name}_chance")) is not None:
-            words += f" (chance {factor * chance:.1f})"
-        data = match[1] or "validation pairs"
-        score = EvalResult(
-            **task, dataset_type=data.replace(" ", "-"), dataset_name=data, metric_type=kind,
-            metric_name=words.replace("_", " "), metric_value=round(factor * value, 2),
-        )  # fmt: skip
-        scores.append(score)
+        for pattern, task, factor, words in _SCORES:
+            if (match := re.fullmatch(pattern, name)) is None:
+                continue
+            chance = metrics.get(f"{name}_chance")
+            beside = "" if chance is None else f" (chance {factor * chance:.1f})"
+            data = match[1] or "validation pairs"
+            kind = name.removeprefix(match[1] or "").lstrip("_-").replace("R@", "recall_at_")
+            score = EvalResult(
+                **task, dataset_type=data.replace(" ", "-"), dataset_name=data, metric_type=kind,
+                metric_name=match.expand(words).replace("_", " ") + beside,
+                metric_value=round(factor * value, 2),
+            )  # fmt: skip
+            scores.append(score)
     return scores
 
 

@@ -164,15 +164,6 @@ def _register_own(file: str, checkpoint: Path) -> str:
     return Path(file).stem
 
 
-def named_model_spec(name: str, pretrained: str | None = None) -> ModelSpec:
-    """Read the configs of `local-dir:FOLDER`, or of open_clip's model of a name with the preprocessing that a tag brings.
-
-    Raises:
-        UserError: a folder without config, or a name that open_clip does not know.
-    """
-    return spec_of_run(name, {"pretrained": pretrained})
-
-
 def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = None) -> ModelSpec:
     """Read the configs of a model by name, with the changes that the arguments of a run make.
 
@@ -456,8 +447,9 @@ def spec_of(
         return read_model_spec(path, model=model_name, text_model=text_model)
     if kind == "folder":
         check_local_dir(path)
-        return named_model_spec(LOCAL_DIR + str(path.absolute()))
-    return named_model_spec(text) if kind == "hub" else named_model_spec(*_name_and_tag(text))
+        return spec_of_run(LOCAL_DIR + str(path.absolute()), {})
+    name, tag = (text, None) if kind == "hub" else _name_and_tag(text)
+    return spec_of_run(name, {"pretrained": tag})
 
 
 def _kind_of(name_or_path: str | os.PathLike[str]) -> tuple[str, str, Path]:

@@ -115,9 +115,10 @@ def export_transformers(
     )
     log.info("reading %s", source)
     opened = _open(os.fspath(source), model, text_model)
-    return write_transformers(
-        opened, final, _card(os.fspath(source), opened, licence), precision=precision
-    )
+    path = Path(os.fspath(source).removeprefix(LOCAL_DIR)).expanduser()
+    card_of = run_card if path.is_file() else folder_card
+    card = card_of(path, opened.spec, opened.weights, library="transformers", licence=licence)
+    return write_transformers(opened, final, card, precision=precision)
 
 
 def write_transformers(
@@ -170,12 +171,6 @@ def _open(source: str, model_name: str | None, text_model: str | None) -> Opened
         model, _, tokenizer = load_model(source, model_name=model_name, text_model=text_model)
         spec, weights = spec_of(source), dict(model.state_dict())
     return Opened(model.float().eval(), tokenizer, spec, weights)
-
-
-def _card(source: str, opened: Opened, licence: str | None) -> ModelCard:
-    path = Path(source.removeprefix(LOCAL_DIR)).expanduser()
-    card_of = run_card if path.is_file() else folder_card
-    return card_of(path, opened.spec, opened.weights, library="transformers", licence=licence)
 
 
 def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
@@ -293,8 +288,13 @@ def _save_processor(folder: Path, opened: Opened, model_type: str) -> None:
     """Save image processor and tokenizer in the files that transformers 4 and 5 read."""
     processor_class = "CLIPProcessor" if model_type == "clip" else "VisionTextDualEncoderProcessor"
     image_processor(opened.model.visual.preprocess_cfg).save_pretrained(folder)
-    words = _tokenizer(opened.tokenizer, model_type)
-    words.model_max_length = opened.tokenizer.context_length
+    tokenizer = opened.tokenizer
+    words = (
+        _clip_tokenizer()
+        if isinstance(tokenizer, SimpleTokenizer)
+        else copy.deepcopy(tokenizer.tokenizer)
+    )
+    words.model_max_length = tokenizer.context_length
     words.save_pretrained(folder)
     for name in ("preprocessor_config.json", "tokenizer_config.json"):
         settings = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -303,17 +303,6 @@ def _save_processor(folder: Path, opened: Opened, model_type: str) -> None:
         (folder / name).write_text(
             json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-
-
-def _tokenizer(tokenizer: HFTokenizer | SimpleTokenizer, model_type: str) -> Any:
-    """Make transformers' tokenizer.
-
-    Raises:
-        UserError: an option of open_clip's that it does not have.
-    """
-    if isinstance(tokenizer, SimpleTokenizer):
-        return _clip_tokenizer()
-    return copy.deepcopy(tokenizer.tokenizer)
 
 
 def _clip_tokenizer() -> Any:

@@ -222,7 +222,7 @@ def image_tower(model: ClipModel) -> TransformersTower:
             torch.eye(len(visual.ln_post.weight)) if projection is None else projection.detach().T
         )
         has_first_norm = isinstance(visual.ln_pre, nn.LayerNorm)
-        side, patch = _square(visual.image_size, "images"), _square(visual.patch_size, "patches")
+        side, patch = visual.image_size[0], visual.patch_size[0]  # pictures are square there
     elif isinstance(visual, TimmModel):
         trunk = visual.trunk
         of_trunk = {
@@ -235,8 +235,7 @@ def image_tower(model: ClipModel) -> TransformersTower:
         attention, activation = trunk.blocks[0].attn.num_heads, _activation(trunk.blocks[0].mlp.act)
         projection = _linear(visual.head.proj) if len(visual.head) else torch.eye(trunk.embed_dim)
         has_first_norm = False
-        side = _square(trunk.patch_embed.img_size, "images")
-        patch = _square(trunk.patch_embed.patch_size, "patches")
+        side, patch = trunk.patch_embed.img_size[0], trunk.patch_embed.patch_size[0]
     else:
         refuse(f"its image tower {type(visual).__name__} is not a ViT")
     sizes = {
@@ -338,7 +337,7 @@ def _clip_text(text: ClipModel | TextTransformer) -> TransformersTower:
         projection_dim=len(matrix),
         hidden_act=_activation(text.transformer.resblocks[0].mlp.gelu),
         num_attention_heads=text.transformer.resblocks[0].attn.num_heads,
-        layer_norm_eps=_norm_epsilon(text.transformer, text.ln_final),
+        layer_norm_eps=_norm_epsilon(text.transformer),
         bos_token_id=words - 2,
         eos_token_id=words - 1,
         pad_token_id=words - 1,
@@ -426,34 +425,13 @@ def _linear(projection: nn.Module) -> Tensor:
 
 
 def _activation(module: nn.Module) -> str:
-    """Return transformers' name of an activation."""
+    """Return transformers' name of an activation: QuickGELU, or a GELU."""
     if isinstance(module, (QuickGELU, timm.layers.QuickGELU)):
         return "quick_gelu"
-    if isinstance(module, nn.GELU):
-        return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
-    refuse(
-        f"its towers have the activation {type(module).__name__}, and those of transformers a GELU"
-    )
+    gelu: Any = module
+    return "gelu" if gelu.approximate == "none" else "gelu_pytorch_tanh"
 
 
-def _norm_epsilon(*modules: nn.Module) -> float:
-    """Return the one epsilon of all LayerNorms."""
-    epsilons = {
-        norm.eps
-        for module in modules
-        for norm in module.modules()
-        if isinstance(norm, nn.LayerNorm)
-    }
-    if len(epsilons) != 1:
-        refuse(
-            f"the LayerNorms of a tower have several epsilons ({', '.join(f'{eps:g}' for eps in sorted(epsilons))})"
-        )
-    return epsilons.pop()
-
-
-def _square(size: Any, what: str) -> int:
-    """Return the side of (height, width)."""
-    height, width = (size, size) if isinstance(size, int) else size
-    if height != width:
-        refuse(f"its {what} are {height} x {width} px, and transformers' are square")
-    return int(height)
+def _norm_epsilon(tower: nn.Module) -> float:
+    """Return the epsilon of a tower's first LayerNorm, which is that of all in the models of transformers."""
+    return next(norm.eps for norm in tower.modules() if isinstance(norm, nn.LayerNorm))

@@ -145,14 +145,14 @@ def weights_between(
     """
     if alpha in (0, 1):
         return dict(after if alpha else before)
-    return {key: _between(tensor, after[key], alpha) for key, tensor in before.items()}
-
-
-def _between(before: Tensor, after: Tensor, alpha: float) -> Tensor:
-    if not before.is_floating_point():
-        return before if alpha < 0.5 else after
-    start = before.double()
-    return (start + alpha * (after.double() - start)).to(before.dtype)
+    mixed = {}
+    for key, tensor in before.items():
+        if tensor.is_floating_point():
+            start = tensor.double()
+            mixed[key] = (start + alpha * (after[key].double() - start)).to(tensor.dtype)
+        else:
+            mixed[key] = tensor if alpha < 0.5 else after[key]
+    return mixed
 
 
 def check_same_tensors(

@@ -23,9 +23,9 @@ from open_clip_zerovl.checkpoints.loading import (
     OF_PROJECTION,
     ModelSpec,
     first_difference,
-    named_model_spec,
     read_model_spec,
     read_params,
+    spec_of_run,
     tower_difference,
 )
 from open_clip_zerovl.checkpoints.weights import (
@@ -190,7 +190,7 @@ def _spec_of(checkpoint: Path) -> ModelSpec | None:
     """
     if checkpoint.is_dir():
         return (
-            named_model_spec(LOCAL_DIR + str(checkpoint))
+            spec_of_run(LOCAL_DIR + str(checkpoint), {})
             if (checkpoint / CONFIG_FILE).is_file()
             else None
         )

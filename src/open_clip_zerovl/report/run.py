@@ -318,51 +318,49 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
     if not record["start"]:
         raise UserError(f"{folder / RECORD} does not say how the run began; its file is cut off")
     with reading(folder / RECORD, "the page of the run is not written"):
-        return _written(folder, record)
-
-
-def _written(folder: Path, record: Mapping[str, list[dict[str, Any]]]) -> Path:
-    start = record["start"][-1]
-    steps = record["step"]
-    evaluations = record["retrieval"]
-    labelled = record["zero-shot"]
-    sources = start.get("sources") or {}
-    # One palette for all charts of the page: a retrieval set of a source's name has its colour.
-    colours = colours_of(
-        [*sources, *(name for line in [*evaluations, *labelled] for name in line["metrics"])],
-        SOURCE_COLOURS,
-    )
-    epoch, examples = read_examples(folder)
-    return write_page(
-        folder / PAGE,
-        "run.html",
-        title=f"Training run {folder.resolve().name}",
-        verdict=verdict_words(record),
-        command=next_command(folder),
-        lead=_lead(record),
-        sources=list(sources),
-        steps=steps,
-        not_finite=[step["at"] for step in steps if step.get("loss") is None],
-        loss=steps
-        and loss_picture(
-            steps, {name: colours[name] for name in sources}, number(start.get("loss_at_chance"))
-        ),
-        course=steps and _course_picture(steps),
-        retrieval=evaluations and evaluation_picture(evaluations, colours),
-        zero_shot=labelled
-        and evaluation_picture(labelled, colours, "top1", "zero-shot top-1, %", 100),
-        evaluated=_best_and_last(evaluations),
-        loss_words=_loss_at_end(steps, number(start.get("loss_at_chance"))),
-        examples_epoch=epoch,
-        examples=examples,
-        data=_data(sources, record["lost"]),
-        settings=[
-            (f"--{key.replace('_', '-')}", value)
-            for key, value in (start.get("settings") or {}).items()
-        ],
-        groups=start.get("groups"),
-        resumed=[f"{line['at']:.4g}" for line in record["start"][1:]],
-    )
+        start = record["start"][-1]
+        steps = record["step"]
+        evaluations = record["retrieval"]
+        labelled = record["zero-shot"]
+        sources = start.get("sources") or {}
+        # One palette for all charts of the page: a retrieval set of a source's name has its colour.
+        colours = colours_of(
+            [*sources, *(name for line in [*evaluations, *labelled] for name in line["metrics"])],
+            SOURCE_COLOURS,
+        )
+        epoch, examples = read_examples(folder)
+        return write_page(
+            folder / PAGE,
+            "run.html",
+            title=f"Training run {folder.resolve().name}",
+            verdict=verdict_words(record),
+            command=next_command(folder),
+            lead=_lead(record),
+            sources=list(sources),
+            steps=steps,
+            not_finite=[step["at"] for step in steps if step.get("loss") is None],
+            loss=steps
+            and loss_picture(
+                steps,
+                {name: colours[name] for name in sources},
+                number(start.get("loss_at_chance")),
+            ),
+            course=steps and _course_picture(steps),
+            retrieval=evaluations and evaluation_picture(evaluations, colours),
+            zero_shot=labelled
+            and evaluation_picture(labelled, colours, "top1", "zero-shot top-1, %", 100),
+            evaluated=_best_and_last(evaluations),
+            loss_words=_loss_at_end(steps, number(start.get("loss_at_chance"))),
+            examples_epoch=epoch,
+            examples=examples,
+            data=_data(sources, record["lost"]),
+            settings=[
+                (f"--{key.replace('_', '-')}", value)
+                for key, value in (start.get("settings") or {}).items()
+            ],
+            groups=start.get("groups"),
+            resumed=[f"{line['at']:.4g}" for line in record["start"][1:]],
+        )
 
 
 def next_command(folder: Path) -> str:
@@ -396,42 +394,6 @@ def best_evaluation(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, An
     return max(evaluations, key=mean_rsum, default=None)
 
 
-def best_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the best evaluation in a sentence, with remarks on chance.
-
-    Returns:
-        "" if there is none.
-    """
-    if (best := best_evaluation(evaluations)) is None:
-        return ""
-    sums = ", ".join(
-        f"{name} {number(metrics.get('rsum')):.1f}" for name, metrics in best["metrics"].items()
-    )
-    numbers = {
-        name: {key: value for key, value in metrics.items() if math.isfinite(number(value))}
-        for name, metrics in best["metrics"].items()
-    }
-    remarks = bounds_remarks(
-        {name: metrics for name, metrics in numbers.items() if "rsum" in metrics}
-    )
-    return " ".join([f"Best RSUM: {sums} after epoch {best['at']:.0f}.", *remarks])
-
-
-def accuracy_words(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the last zero-shot evaluation in a sentence.
-
-    Returns:
-        "" if there is none.
-    """
-    if not evaluations:
-        return ""
-    shares = ", ".join(
-        f"{name} {100 * number(metrics.get('top1')):.1f} % (chance {100 * number(metrics.get('top1_chance')):.1f} %)"
-        for name, metrics in evaluations[-1]["metrics"].items()
-    )
-    return f"Zero-shot top-1 after epoch {evaluations[-1]['at']:.0f}: {shares}."
-
-
 def _loss_at_end(steps: Sequence[Mapping[str, Any]], chance: float) -> str:
     """Warn in a sentence if the last losses are about that of chance.
 
@@ -461,26 +423,34 @@ def _lead(record: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def verdict_words(record: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Describe the results in sentences, zero-shot accuracy first.
+    """Describe the results in sentences: the last zero-shot accuracy, then the best retrieval with remarks on chance.
 
     Returns:
         "" if nothing was evaluated.
     """
-    words = [accuracy_words(record["zero-shot"]), best_words(record["retrieval"])]
-    if _shares_captions(record):
-        words.append(f"{SHARED_CAPTIONS.capitalize()}.")
-    return " ".join(filter(None, words))
-
-
-def _shares_captions(record: Mapping[str, list[dict[str, Any]]]) -> bool:
-    """Return whether few captions serve many pictures of a set, and the run trained as if they did not."""
-    if not record["start"] or not record["retrieval"]:
-        return False
-    settings = record["start"][-1].get("settings") or {}
-    sets = record["retrieval"][-1]["metrics"].values()
-    return "positives" not in settings and any(
-        number(metrics.get("rsum_best")) < LOW_BEST for metrics in sets
-    )
+    words = []
+    if labelled := record["zero-shot"]:
+        shares = ", ".join(
+            f"{name} {100 * number(metrics.get('top1')):.1f} % (chance {100 * number(metrics.get('top1_chance')):.1f} %)"
+            for name, metrics in labelled[-1]["metrics"].items()
+        )
+        words.append(f"Zero-shot top-1 after epoch {labelled[-1]['at']:.0f}: {shares}.")
+    best = best_evaluation(record["retrieval"])
+    if best is not None:
+        numbers = {
+            name: {key: value for key, value in metrics.items() if math.isfinite(number(value))}
+            for name, metrics in best["metrics"].items()
+        }
+        sums = ", ".join(
+            f"{name} {number(metrics.get('rsum')):.1f}" for name, metrics in numbers.items()
+        )
+        words.append(f"Best RSUM: {sums} after epoch {best['at']:.0f}.")
+        words += bounds_remarks({name: own for name, own in numbers.items() if "rsum" in own})
+        settings = record["start"][-1].get("settings") or {}
+        low = (number(own.get("rsum_best")) < LOW_BEST for own in numbers.values())
+        if "positives" not in settings and any(low):
+            words.append(f"{SHARED_CAPTIONS.capitalize()}.")
+    return " ".join(words)
 
 
 def _best_and_last(
