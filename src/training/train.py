@@ -37,7 +37,7 @@ from open_clip_zerovl.core.randomness import seed_step
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.extras import CaptionTerm
 from open_clip_zerovl.dga.model import on_device, unwrapped
-from open_clip_zerovl.dga.replay import buffers_kept
+from open_clip_zerovl.dga.replay import restored_buffers
 from open_clip_zerovl.dga.step import Prepare
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
 from open_clip_zerovl.recipe.flags import AllFlags
@@ -364,7 +364,7 @@ def settle_buckets(
         return
     device = next(model.parameters()).device
     images, texts = prepare(*on_device(tuple(micro_batch[:2]), device), *micro_batch[2:])
-    with buffers_kept(inner):
+    with restored_buffers(inner):
         with autocast():
             outputs = model(images, texts)
         parts = [

@@ -63,9 +63,6 @@ def test_without_grad_mode_it_is_the_loss_alone():
     with torch.no_grad():
         loss = step.loss(micro_batches)
     assert not loss.requires_grad and abs(loss.item() - value.item()) < 1e-12
-    model.requires_grad_(False)
-    with pytest.raises(UserError, match="No parameter of the model is trainable"):
-        step.loss(micro_batches)
 
 
 def test_what_is_refused():
@@ -79,8 +76,6 @@ def test_what_is_refused():
     )
     with pytest.raises(UserError, match=re.escape("leave scaler= out and scale the returned loss")):
         scaled.loss(micro_batches)
-    with torch.inference_mode(), pytest.raises(UserError, match="under torch.inference_mode"):
-        DecoupledGradientAccumulation(model, ContrastiveLoss()).loss(micro_batches)
 
 
 @pytest.mark.parametrize("retain", [0, 2])

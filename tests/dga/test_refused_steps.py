@@ -47,6 +47,85 @@ def step_of(model, loss=None, **options):
     return DecoupledGradientAccumulation(model, loss or ContrastiveLoss(), **options)
 
 
+# --------------------------------------------------------------------------------------------------- before any gradient
+
+
+def returning(**outputs):
+    """Two towers whose outputs have these in place of their own."""
+
+    class Returning(Towers):
+        def forward(self, image, text):
+            return {**super().forward(image, text), **outputs}
+
+    return {"model": seeded(Returning)}
+
+
+def of(*micro_batch):
+    return {"micro_batches": [micro_batch]}
+
+
+def with_total(name, part):
+    """A loss that returns the part and, by a name, their sum."""
+    return lambda output_dict, **values: {"contrastive_loss": part(**values), name: part(**values)}
+
+
+TWO, OUTSIDE = batches([2, 2]), nn.Parameter(torch.ones(8, 1, dtype=torch.float64))
+IMAGES, TEXTS = TWO[0]
+# the sentence -> what is given in place of two towers, our loss, and two micro-batches of two
+REFUSED = {
+    "made for world_size=2": {"loss": ContrastiveLoss(rank=0, world_size=2)},
+    "check must be .* 'sometimes'": {"check": "sometimes"},
+    **{f"retain must be .* {retain!r}": {"retain": retain} for retain in (-1, 1.5, "all", True)},
+    "retain=3 graphs .* 2 micro-batches .* at most 2": {"retain": 3},
+    "no parameters": {"model": nn.Identity()},
+    "No parameter of the model is trainable": {"model": seeded(Towers).requires_grad_(False)},
+    "read twice, but is empty": {"micro_batches": []},
+    "read twice, but is list_iterator": {"micro_batches": iter(TWO)},
+    "Micro-batch 0 must be a pair .* is a Tensor of 0": {"micro_batches": [IMAGES]},
+    "is a tuple of 1; parts after": of(IMAGES),
+    "is a tuple of 3; parts after": of(IMAGES, TEXTS, TEXTS),
+    r"images are \[2\] and those of its texts \[1\]": of(IMAGES, TEXTS[:1]),
+    r"images are \[0\] and those of its texts \[0\]": of(IMAGES[:0], TEXTS[:0]),
+    r"its texts \[2, 1\]": of(IMAGES, {"a": TEXTS, "b": TEXTS[:1]}),
+    r"its texts \[2, None\]": of(IMAGES, {"input_ids": TEXTS, "words": ["a", "b"]}),
+    r"its texts \[None\]": of(IMAGES, torch.tensor(1)),
+    r"its texts \[\]": of(IMAGES, {}),
+    "returned labels, logits, which would get no gradient": returning(logits=0, labels=0),
+    r"image_features of 2 samples .* \(3, 4\)": returning(image_features=torch.ones(3, 4)),
+    "text_features must be a floating point tensor, but is a list": returning(text_features=[1]),
+    r"must be .*, but is torch\.int64": returning(text_features=torch.ones(2, 4).long()),
+    r"must be .*, but is torch\.complex64": returning(text_features=torch.ones(2, 4) * 1j),
+    "logit_scale must be a floating point tensor, but is a float": returning(logit_scale=20.0),
+    "returned Tensor; create open_clip models with output_dict=True": {"model": nn.Bilinear(1, 1, 1)},
+    "must return one number as a tensor, .* a float": {"loss": lambda **_: 3.0},
+    r"returned a tensor of shape \(2,\)": {"loss": lambda **_: {"a": torch.ones(2)}},
+    "returned a dict": {"loss": lambda **_: {}},
+    **{
+        f"'{name}' beside contrastive_loss.*summed twice": {"loss": with_total(name, ClipLoss())}
+        for name in ("loss", "total_loss")
+    },
+    r"learns a tensor of shape \(8, 1\) that is not its own": {
+        "loss": lambda image_features, **_: (image_features @ OUTSIDE).sum()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_be_exact_is_refused(sentence):
+    given = {"model": seeded(Towers), "micro_batches": TWO, **REFUSED[sentence]}
+    model, micro_batches = given.pop("model"), given.pop("micro_batches")
+    if isinstance(model, nn.Bilinear):
+        micro_batches = [(torch.ones(2, 1), torch.ones(2, 1))]
+    with pytest.raises(UserError, match=sentence):
+        step_of(model, **given).backward(micro_batches)
+
+
+def test_a_total_alone_and_a_bias_of_none_are_taken():
+    loss = lambda **values: {"total": with_total("total", ClipLoss())(**values)["total"]}  # noqa: E731
+    assert step_of(seeded(Towers), loss).backward(TWO)["loss"] > 0
+    assert step_of(**returning(logit_bias=None)).backward(TWO)["loss"] > 0
+
+
 # ------------------------------------------------------------------------------------ 1: a scalar for each micro-batch
 
 
@@ -345,20 +424,6 @@ def test_a_hook_on_a_parameter_that_the_last_micro_batch_does_not_use():
         hooks,
     ):
         model.expert.sum().backward()
-
-
-@pytest.mark.parametrize("name", ["loss", "total_loss"])
-def test_a_loss_with_its_own_total_beside_the_parts_is_refused(name):
-    def both(image_features, text_features, logit_scale, output_dict):
-        part = ClipLoss()(image_features, text_features, logit_scale)
-        return {"contrastive_loss": part, name: part}
-
-    with pytest.raises(UserError, match=f"'{name}' beside contrastive_loss.*would be summed twice"):
-        step_of(seeded(Towers), both).backward(batches([2, 2]))
-    total = step_of(seeded(Towers), lambda **values: {name: both(**values)[name]}).backward(
-        batches([2, 2])
-    )
-    assert total["loss"] > 0
 
 
 def test_collectives_of_a_step_are_those_of_the_models_process_group(monkeypatch):

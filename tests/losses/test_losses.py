@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
-from open_clip_zerovl.losses.contrastive import Problem
+from open_clip_zerovl.losses.contrastive import Evaluation
 from scripts.bench.harness import PeakBytes
 from support import ROOT
 from support.dense_loss import DenseLoss, sample_ids
@@ -307,9 +307,9 @@ def test_gradients_twice_are_the_same(kind, name):
         found.extend([gradients(problem), gradients(problem)])
         return found[0]
 
-    gradients, options = Problem.gradients, OPTIONS.get(name, {})
+    gradients, options = Evaluation.gradients, OPTIONS.get(name, {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Problem, "gradients", twice)
+        patch.setattr(Evaluation, "gradients", twice)
         value_and_gradients(make(**options), *features(13), *scalars, **option_inputs(options, 13))
     assert all(
         relative(again, first) <= 1e-12

@@ -46,7 +46,7 @@ SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
 Outputs = dict[str, Tensor]
 
 
-class Repeat(NamedTuple):
+class ReplayState(NamedTuple):
     """The random states and frozen towers that the replay of a micro-batch starts from.
 
     Attributes:
@@ -107,7 +107,7 @@ class Towers:
         self._learning: set[str] = set()
         self._logged = False
 
-    def frozen(self) -> set[str]:
+    def skippable(self) -> set[str]:
         """Return the FEATURES that a step from now on computes once per micro-batch only."""
         if self._extras.terms:  # they may use any output
             return set()
@@ -132,36 +132,36 @@ class Towers:
         frozen: set[str],
         *,
         graph: bool,
-    ) -> tuple[Outputs, Repeat]:
+    ) -> tuple[Outputs, ReplayState]:
         """Forward a micro-batch, with graph or without, and keep the state that its replay needs.
 
         Args:
             take: gives the micro-batch's two inputs, and its further parts; it may draw random numbers.
             rows: see `checked_outputs`.
-            frozen: features of towers that look frozen; those that require gradient nevertheless are removed from it.
+            frozen: features of towers that look frozen in this step; one that requires gradient nevertheless is replayed.
         """
         start, between = RngState.capture(self._device), None
         inputs = take()
+        frozen = frozen - self._learning
         if not frozen:
             outputs = self._outputs(inputs, rows, graph) | self._of_teacher(inputs)
-            return outputs, Repeat(start, None, frozenset())
+            return outputs, ReplayState(start, None, frozenset())
         outputs = {}
         for name, alone in ((IMAGES, (inputs[0], None)), (TEXTS, (None, inputs[1]))):
             features = self._outputs(alone, {name: rows[name]}, graph or name in frozen)
             if name in frozen and features[name].requires_grad:
                 self._learning.add(name)
-                frozen.remove(name)
-            if name in frozen and name == IMAGES:
+            elif name in frozen and name == IMAGES:
                 between = RngState.capture(self._device)
             outputs |= features
         outputs |= self._of_teacher(inputs)
-        return outputs, Repeat(start, between, frozenset(frozen))
+        return outputs, ReplayState(start, between, frozenset(frozen - self._learning))
 
     def replay(
         self,
         take: Callable[[], tuple[Any, ...]],
         rows: dict[str, int],
-        repeat: Repeat,
+        repeat: ReplayState,
         *,
         rng: bool = True,
     ) -> Outputs:
@@ -256,6 +256,26 @@ def checked_outputs(outputs: Any, rows: dict[str, int], *, others_used: bool = F
     return {name: output for name, output in outputs.items() if name in rows or name in SCALARS}
 
 
+def name_of(model: nn.Module, parameter: nn.Parameter) -> str:
+    """Find a parameter's name."""
+    return next(name for name, candidate in model.named_parameters() if candidate is parameter)
+
+
+def require_gradients(model: nn.Module, outputs: Iterable[Tensor]) -> None:
+    """Refuse outputs, those with a graph, that leave a trainable parameter without gradient.
+
+    Raises:
+        UserError: such a parameter.
+    """
+    reached = {id(leaf) for leaf in leaves_of(outputs)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in reached:
+            raise UserError(
+                f"The model computes no gradient for {name}: its features come without graph from every micro-batch. Take "
+                "torch.no_grad() and detach() out of its forward, or freeze parameters that need no training."
+            )
+
+
 def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the leaf tensors that a backward pass from `outputs` would reach."""
     todo: list[Any] = [
@@ -275,7 +295,7 @@ def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def casts_kept() -> Iterator[None]:
+def shared_casts() -> Iterator[None]:
     """Keep autocast's copies of weights from one forward pass to the next.
 
     Only for passes without graph.
@@ -383,71 +403,43 @@ def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool) -> 
             input that is not a tensor, dict or tuple of tensors, an input without rows, or other numbers of texts than images.
     """
     if not isinstance(micro_batches, Sequence) or len(micro_batches) == 0:
+        kind = "empty" if isinstance(micro_batches, Sequence) else type(micro_batches).__name__
         raise UserError(
-            "micro_batches must be a non-empty sequence of (images, texts), which is read twice, but is "
-            + (
-                "empty."
-                if isinstance(micro_batches, Sequence)
-                else f"a {type(micro_batches).__name__}."
-            )
+            f"micro_batches must be a non-empty sequence of (images, texts), which is read twice, but is {kind}."
         )
-    sizes = [_checked_size(k, micro_batch, prepared) for k, micro_batch in enumerate(micro_batches)]
-    for k, (images, texts) in enumerate(sizes):
-        if images != texts:
-            raise UserError(
-                f"Micro-batch {k} must hold as many texts as images; the numbers are {texts} and {images}."
-            )
-    return [images for images, _ in sizes]
+    return [_checked_size(k, micro_batch, prepared) for k, micro_batch in enumerate(micro_batches)]
 
 
-def _checked_size(k: int, micro_batch: Any, prepared: bool) -> tuple[int, int]:
-    if (
-        not isinstance(micro_batch, Sequence)
-        or isinstance(micro_batch, str)
-        or len(micro_batch) < 2
-    ):
+def _checked_size(k: int, micro_batch: Any, prepared: bool) -> int:
+    parts = len(micro_batch) if isinstance(micro_batch, Sequence) else 0
+    if parts < 2 or (parts > 2 and not prepared):
         raise UserError(
-            f"Micro-batch {k} must be a pair of inputs (images, texts), but is a {type(micro_batch).__name__}"
-            + (f" of {len(micro_batch)}." if isinstance(micro_batch, Sequence) else ".")
+            f"Micro-batch {k} must be a pair of inputs (images, texts), but is a {type(micro_batch).__name__} of {parts}; "
+            "parts after the first two are for `prepare` and terms=."
         )
-    if len(micro_batch) > 2 and not prepared:
+    images, texts = ([*dict.fromkeys(map(_rows, _leaves(part)))] for part in micro_batch[:2])
+    if images != texts or len(images) != 1 or images[0] in (None, 0):
         raise UserError(
-            f"Micro-batch {k} must be a pair of inputs (images, texts), but has {len(micro_batch)} parts; parts after the "
-            "first two are for `prepare` and terms=, and none is given."
+            f"Micro-batch {k} must have as many texts as images, one at least, and a row for each in every tensor, but the "
+            f"rows of its images are {images} and those of its texts {texts}."
         )
-    sizes = []
-    for part in micro_batch[:2]:
-        wrong = next(
-            (leaf for leaf in _leaves(part) if not isinstance(leaf, Tensor) or leaf.ndim == 0), None
-        )
-        if wrong is not None:
-            kind = (
-                "a tensor without rows"
-                if isinstance(wrong, Tensor)
-                else f"a {type(wrong).__name__}"
-            )
-            raise UserError(
-                f"Micro-batch {k} must be a pair of inputs (images, texts), each a tensor, a dict or a tuple of tensors with "
-                f"a row for each sample, but holds {kind}."
-            )
-        rows = sorted({len(leaf) for leaf in _leaves(part)})
-        if len(rows) != 1:
-            raise UserError(
-                f"Micro-batch {k} must have a row for each sample in every tensor, but an input's tensors have {rows} rows."
-            )
-        sizes.append(rows[0])
-    if 0 in sizes:
-        raise UserError(
-            f"Micro-batch {k} is empty ({sizes[0]} images, {sizes[1]} texts); leave it out, or give it one sample or more."
-        )
-    return sizes[0], sizes[1]
+    return images[0]
+
+
+def _rows(leaf: Any) -> int | None:
+    """Count the rows of a tensor.
+
+    Returns:
+        None for something without rows.
+    """
+    return len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else None
 
 
 def checked_order(order: Tensor, rows: int) -> Tensor:
-    """`order` itself.
+    """Check that an order of texts is a permutation of 0..rows-1 on the host, and return it.
 
     Raises:
-        UserError: it is not a permutation of 0..rows-1 on the host.
+        UserError: it is not.
     """
     if (
         order.shape != (rows,)
@@ -461,9 +453,10 @@ def checked_order(order: Tensor, rows: int) -> Tensor:
 
 
 class DeviceInputs:
-    """A step's inputs on the model's device. Those of replayed micro-batches stay there between the passes if they are small.
+    """A step's inputs on the model's device.
 
-    They stay if together they take at most `room_bytes`; else each is copied again for its replay. Images as bytes are small:
+    Those of replayed micro-batches stay there between the passes if together they take at most `room_bytes`. Else each is
+    copied again for its replay. Images as bytes are small:
     16,384 of 224 x 224 take 2.5 GB, 1.7 % of an H200's memory.
 
     Args:

@@ -6,7 +6,6 @@ Shapes: `b` rows of this rank (all its micro-batches), `W` ranks, `D` embedding 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_pro
 log = logging.getLogger(__name__)
 
 TOTALS = {"loss", "total_loss", "total"}  # names of a sum, which must not stand beside its parts
-OwnGradients = list[tuple[nn.Parameter, Tensor | None]]  # of a loss that has parameters
+LossGradients = list[tuple[nn.Parameter, Tensor | None]]  # of a loss that has parameters
 
 
 class Objective:
@@ -65,10 +64,10 @@ class Objective:
 
     def gradients(
         self, values: dict[str, Tensor], loss_inputs: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], OwnGradients]:
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], LossGradients]:
         """Compute the detached losses and the gradients of their sum by `values` and by the loss' own parameters.
 
-        The gradients are times the scaler's scale; the own ones are for `add_own_gradients`.
+        The gradients are times the scaler's scale; those of the loss' parameters are for `add_loss_gradients`.
 
         Args:
             values: the features (b, D) and (C*b, D), and the scalars that the model returned.
@@ -98,7 +97,7 @@ class Objective:
             all_gradients = torch.autograd.grad(
                 self.scale(total), [*leaves.values(), *parameters], allow_unused=True
             )
-        own_gradients: OwnGradients = list(
+        loss_gradients: LossGradients = list(
             zip(parameters, all_gradients[len(leaves) :], strict=True)
         )
         gradients = {
@@ -111,14 +110,14 @@ class Objective:
         detached = {name: value.detach() for name, value in losses.items()} | {
             "loss": total.detach()
         }
-        return detached, gradients, own_gradients
+        return detached, gradients, loss_gradients
 
-    def add_own_gradients(self, own_gradients: OwnGradients, factor: Tensor | None) -> None:
+    def add_loss_gradients(self, loss_gradients: LossGradients, factor: Tensor | None) -> None:
         """Add the loss' own parameters' gradients, times a factor, to `.grad`, averaged over ranks as in DDP.
 
         All ranks call it together, after the last backward pass of the towers.
         """
-        for parameter, loss_gradient in own_gradients:
+        for parameter, loss_gradient in loss_gradients:
             gradient = (
                 loss_gradient if loss_gradient is None or factor is None else loss_gradient * factor
             )
@@ -141,15 +140,8 @@ class Objective:
         return list(self._module.parameters()) if isinstance(self._module, nn.Module) else []
 
     def _losses(self, leaves: dict[str, Tensor], loss_inputs: dict[str, Any]) -> dict[str, Tensor]:
-        arguments = {**leaves, **loss_inputs, "output_dict": True}
         name = _name(self._loss)
-        reason = _misfit(self._loss, arguments)
-        if reason is not None:
-            raise UserError(
-                f"{name} does not fit: it is called as loss({', '.join(f'{key}=' for key in arguments)}), and {reason}. "
-                "Give a loss that takes these names (functools.partial sets other parameters)."
-            )
-        result = self._loss(**arguments)
+        result = self._loss(**leaves, **loss_inputs, output_dict=True)
         losses = result if isinstance(result, dict) else {"contrastive_loss": result}
         wrong = [
             key
@@ -172,10 +164,6 @@ class Objective:
             raise UserError(
                 f"{name} returned '{total}' beside {parts}: if it is their sum, each part would be summed twice; return "
                 "the total or the parts alone."
-            )
-        if not any(value.requires_grad for value in losses.values()):
-            raise UserError(
-                f"{name} returned a number without gradient: it must be computed from the features in torch."
             )
         return losses
 
@@ -243,25 +231,3 @@ def _module_of(loss: Callable[..., Any]) -> Any:
 
 def _name(loss: Callable[..., Any]) -> str:
     return f"The loss {getattr(loss, '__name__', type(loss).__name__)}"
-
-
-def _misfit(loss: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
-    """Describe why `loss` cannot be called with these keyword arguments.
-
-    Returns:
-        None where it can, or where its signature is unknown.
-    """
-    call: Any = loss
-    if isinstance(call, functools.partial) and isinstance(call.func, nn.Module):
-        call = functools.partial(call.func.forward, *call.args, **call.keywords)
-    elif isinstance(call, nn.Module):
-        call = call.forward
-    try:
-        signature = inspect.signature(call)
-    except (TypeError, ValueError):
-        return None
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        return str(error)
-    return None

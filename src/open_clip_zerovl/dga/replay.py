@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import product_precision
-from open_clip_zerovl.dga.model import SCALARS
+from open_clip_zerovl.dga.model import SCALARS, name_of
 
 # Largest relative difference (L2, of the worst row) between a replayed and a cached feature vector, by the coarsest
 # precision in use. The same kernel gives exactly 0. Another kernel with grad on than off gives rounding errors. Other masks
@@ -50,6 +50,28 @@ class ReplayError(UserError, RuntimeError):
     """A replayed forward pass gave other features than the first: the gradients would be wrong."""
 
 
+class WeightVersions:
+    """The version counters of a model's parameters at the beginning of a step, which a change in place raises."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._versions = [(parameter, parameter._version) for parameter in model.parameters()]
+
+    def check(self) -> None:
+        """Refuse a parameter that has changed since the step began.
+
+        Raises:
+            UserError: such a parameter.
+        """
+        for parameter, version in self._versions:
+            if parameter._version != version:
+                raise UserError(
+                    f"{name_of(self._model, parameter)} was changed within the step: after loss() and before its backward "
+                    "pass, by an optimizer in a hook, or by forward itself. The replay would forward with other weights, and "
+                    "the gradient would be wrong; change weights between two steps only, and call loss() again."
+                )
+
+
 class BufferState:
     """A copy of a model's buffers: running statistics of norms, counters, moving averages."""
 
@@ -73,7 +95,7 @@ class BufferState:
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
+def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the model's buffers after forward passes within the block."""
     before = BufferState(model)
     try:

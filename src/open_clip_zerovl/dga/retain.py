@@ -34,7 +34,7 @@ def most_graphs(k: int, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of "auto". A later process of the same run adopts it, to keep the same number of graphs.
+    """The decision of "auto", which a later process of the same run adopts to keep the same number of graphs.
 
     R changes the order in which gradients are added: with another R they agree to rounding, and not bit for bit.
 
@@ -138,16 +138,16 @@ class Retention:
         if self._auto is None or self._adopted is not None:
             return self._adopted
         return Decision(
-            self._kept, self._bytes_per_sample * max(self._sizes), float(self._transient_bytes)
+            self._graphs, self._bytes_per_sample * max(self._sizes), float(self._transient_bytes)
         )
 
     @property
     def can_keep_fewer(self) -> bool:
         """Return whether "auto" keeps several graphs."""
-        return self._kept > 1
+        return self._graphs > 1
 
     @property
-    def _kept(self) -> int:
+    def _graphs(self) -> int:
         return min(self._auto or 1, most_graphs(len(self._sizes), self._world_size))
 
     def keep_fewer(self) -> bool:
@@ -158,14 +158,14 @@ class Retention:
         """
         if not self.can_keep_fewer:
             return False
-        kept = self._kept
-        self._auto = kept - 1
+        graphs = self._graphs
+        self._auto = graphs - 1
         if self._adopted is not None:
             self._adopted = replace(self._adopted, graphs=self._auto)
         log.warning(
             "The device's memory is full with the graphs of %d micro-batches: %d are kept in this step, taken again, and from "
             "here on.",
-            kept,
+            graphs,
             self._auto,
         )
         return True

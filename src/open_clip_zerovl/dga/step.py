@@ -42,28 +42,29 @@ from open_clip_zerovl.dga.model import (
     TEXTS,
     DeviceInputs,
     Outputs,
-    Repeat,
+    ReplayState,
     Towers,
     backpropagate,
-    casts_kept,
     checked_order,
     checked_sizes,
     detached_copy,
     input_room,
     is_compiled,
-    leaves_of,
     open_clips,
+    require_gradients,
+    shared_casts,
     unwrapped,
     wrapped_inside,
 )
-from open_clip_zerovl.dga.objective import Objective, OwnGradients
+from open_clip_zerovl.dga.objective import LossGradients, Objective
 from open_clip_zerovl.dga.replay import (
     BufferState,
     GradientHooks,
     ReplayCheck,
     ReplayError,
-    buffers_kept,
+    WeightVersions,
     replay_tolerance,
+    restored_buffers,
 )
 from open_clip_zerovl.dga.retain import Decision, Retention
 
@@ -89,14 +90,14 @@ class _Step:
         order: (b,) the place of each text, None if texts stand in their images' order.
         inputs_of: each feature -> the input that it has a row for, IMAGES or TEXTS.
         retained_outputs: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
-        repeats: the states from which each micro-batch is replayed.
+        replay_states: the states from which each micro-batch is replayed.
         features: (b, D) of images and of texts, without graph, in fp32 at least.
         extras: terms, and a teacher's features.
         scalars: logit_scale, and logit_bias if the model has one, without graph, for each micro-batch.
-        versions: each parameter and its version counter at the beginning of the step; a change in place raises the counter.
+        weights: the parameters' versions at the beginning of the step.
         losses: the loss' entries and "loss", their sum, detached.
         gradients: the sum's gradients by the features (b, D) and by the scalars.
-        own_gradients: the sum's gradients by the loss' own parameters.
+        loss_gradients: the sum's gradients by the loss' own parameters.
     """
 
     sizes: list[int]
@@ -104,15 +105,15 @@ class _Step:
     inputs: DeviceInputs
     order: Tensor | None
     inputs_of: dict[str, str]
+    weights: WeightVersions
     retained_outputs: dict[int, Outputs] = field(default_factory=dict)
-    repeats: list[Repeat] = field(default_factory=list)
+    replay_states: list[ReplayState] = field(default_factory=list)
     features: dict[str, Tensor] = field(default_factory=dict)
     scalars: dict[str, list[Tensor]] = field(default_factory=dict)
     extras: Collected = field(default_factory=Collected)
-    versions: list[tuple[nn.Parameter, int]] = field(default_factory=list)
     losses: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    own_gradients: OwnGradients = field(default_factory=list)
+    loss_gradients: LossGradients = field(default_factory=list)
 
     @property
     def replayed(self) -> range:
@@ -372,15 +373,13 @@ class DecoupledGradientAccumulation:
                 "decoupled gradient accumulation was called under torch.inference_mode(), where no graph is recorded; call it "
                 "outside (torch.no_grad() does no harm)."
             )
-        versions = [(parameter, parameter._version) for parameter in self._inner.parameters()]
-        if not any(parameter.requires_grad for parameter, _ in versions):
+        if not any(parameter.requires_grad for parameter in self._inner.parameters()):
             raise UserError(
                 "No parameter of the model is trainable, so there is no gradient to accumulate."
             )
-        sizes = checked_sizes(
-            micro_batches,
-            prepared=prepare is not None or bool(self._extras.terms),
-        )
+        weights = WeightVersions(self._inner)
+        prepared = prepare is not None or bool(self._extras.terms)
+        sizes = checked_sizes(micro_batches, prepared=prepared)
         if text_order is not None and self._extras.terms:
             raise UserError(
                 "text_order does not work with terms: a term gets outputs of which a row's text is not that of its image (a "
@@ -392,14 +391,7 @@ class DecoupledGradientAccumulation:
         graphs = self._retention.graphs(sizes) if graphs is None else graphs
         replayed = range(len(sizes) - graphs)
         inputs = DeviceInputs(micro_batches, prepare, replayed, self._device, self._input_room)
-        return _Step(
-            sizes,
-            graphs,
-            inputs,
-            order,
-            self._inputs_of,
-            versions=versions,
-        )
+        return _Step(sizes, graphs, inputs, order, self._inputs_of, weights)
 
     def _first_pass(self, step: _Step) -> None:
         """Compute the features of every micro-batch and the graphs of the last R, phase (1)."""
@@ -408,9 +400,9 @@ class DecoupledGradientAccumulation:
             # first of all. Those are one pass or two, by this rank's K and R; here all ranks have the same order.
             self._ddp.reducer._rebuild_buckets()
         collected: dict[str, list[Tensor]] = {}
-        frozen = self._towers.frozen() if step.replayed else set()
+        frozen = self._towers.skippable() if step.replayed else set()
         # Weights are cast once for all passes without graph; `retain="auto"` measures a graph with casts of its own.
-        with casts_kept():
+        with shared_casts():
             for k in step.replayed:
                 self._forward(step, k, frozen, collected)
         droppable = self._world_size > 1 and self._retention.can_keep_fewer
@@ -420,7 +412,7 @@ class DecoupledGradientAccumulation:
         step.features = {name: torch.cat(collected[name]) for name in step.inputs_of}
         step.scalars = {name: collected[name] for name in SCALARS if name in collected}
         step.extras = self._extras.collected(collected, step.order)
-        self._check_weights(step)
+        step.weights.check()
 
     def _forward(
         self, step: _Step, k: int, frozen: set[str], collected: dict[str, list[Tensor]]
@@ -432,7 +424,7 @@ class DecoupledGradientAccumulation:
             take = partial(step.inputs.take, k)
             outputs, repeat = self._towers.first_pass(take, step.rows_of(k), frozen, graph=graph)
         copies = {name: detached_copy(output) for name, output in outputs.items()}
-        step.repeats.append(repeat)
+        step.replay_states.append(repeat)
         if graph:
             step.retained_outputs[k] = outputs
         for name, copy in copies.items():
@@ -474,7 +466,7 @@ class DecoupledGradientAccumulation:
             ordered = dict.fromkeys(of_texts, step.order)
         for name, order in ordered.items():
             values[name] = torch.empty_like(values[name]).index_copy_(0, order, values[name])
-        step.losses, step.gradients, step.own_gradients = self._objective.gradients(
+        step.losses, step.gradients, step.loss_gradients = self._objective.gradients(
             values, loss_inputs | step.extras.loss_inputs
         )
         for name, order in ordered.items():
@@ -502,9 +494,9 @@ class DecoupledGradientAccumulation:
         shares = {name: gradients[name] for name in step.extras.shares}
         learns = False
         hooks = GradientHooks(self._inner, averaged=self._world_size > 1)
-        with buffers_kept(self._inner), hooks:
+        with restored_buffers(self._inner), hooks:
             for k in step.backward_order:
-                self._check_weights(step)
+                step.weights.check()
                 wanted = {name: each[k] for name, each in rows.items()} | shares
                 with self._synchronised(self._synchronises(step, k)):
                     if k in step.retained_outputs:
@@ -512,7 +504,7 @@ class DecoupledGradientAccumulation:
                     else:
                         take = partial(step.inputs.take, k)
                         outputs = self._towers.replay(
-                            take, step.rows_of(k), step.repeats[k], rng=self._replay_rng
+                            take, step.rows_of(k), step.replay_states[k], rng=self._replay_rng
                         )
                         for name, each in (cached | step.extras.sums).items():
                             if name in outputs:
@@ -527,10 +519,10 @@ class DecoupledGradientAccumulation:
                         self._check.verdict(self._tolerance(), self._device)
                         wanted |= {name: gradients[name] for name in step.scalars}
                         if not learns:
-                            self._check_graph([outputs[name] for name in step.scalars])
+                            require_gradients(self._inner, [outputs[name] for name in step.scalars])
                     backpropagate(outputs, wanted)
                 del outputs  # frees this graph before the next one is built
-        self._objective.add_own_gradients(step.own_gradients, factor)
+        self._objective.add_loss_gradients(step.loss_gradients, factor)
         if self._replay_rng:
             ended.restore()
         self._retention.step_done(step.sizes)
@@ -549,36 +541,6 @@ class DecoupledGradientAccumulation:
         step.gradients |= {
             name: self._objective.scale(share) for name, share in step.extras.shares.items()
         }
-
-    def _check_weights(self, step: _Step) -> None:
-        """Refuse a parameter that has changed since the step began."""
-        changed = next(
-            (parameter for parameter, version in step.versions if parameter._version != version),
-            None,
-        )
-        if changed is not None:
-            raise UserError(
-                f"{self._name_of(changed)} was changed within the step: after loss() and before its backward pass, by an "
-                "optimizer in a hook, or by forward itself. The replay would forward with other weights, and the gradient "
-                "would be wrong; change weights between two steps only, and call loss() again."
-            )
-
-    def _check_graph(self, scalars: list[Tensor]) -> None:
-        """Refuse features without graph that leave a trainable parameter without gradient."""
-        reached = {id(leaf) for leaf in leaves_of(scalars)}
-        lost = next(
-            (p for p in self._inner.parameters() if p.requires_grad and id(p) not in reached), None
-        )
-        if lost is not None:
-            raise UserError(
-                f"The model computes no gradient for {self._name_of(lost)}: its features come without graph from every "
-                "micro-batch. Take torch.no_grad() and detach() out of its forward, or freeze parameters that need no training."
-            )
-
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(
-            name for name, candidate in self._inner.named_parameters() if candidate is parameter
-        )
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:

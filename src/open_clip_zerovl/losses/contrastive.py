@@ -13,9 +13,8 @@ P is the part of an image's gradient that comes from its own softmax. Q comes fr
 gather without gradient loses it (A.1). Both follow from gathered features and log-sum-exps, so that the backward pass needs no
 communication but the all-reduce of the parameters' gradients. That takes the mean over W ranks; a factor W undoes it.
 
-`ContrastiveLoss` is the module, `Problem` one evaluation of it: value and gradient in two sweeps over chunks of rows. A loss
-is a choice of targets (`softmax`), in general Y_rows for the images' softmaxes and Y_columns for the texts', of which the rows
-and the columns sum to one. With logits z_ij = s <I_i, T_j>:
+`Evaluation` computes value and gradient in two sweeps over chunks of rows, for any targets (`softmax`): Y_rows of the images'
+softmaxes, whose rows sum to one, and Y_columns of the texts', whose columns do. With logits z_ij = s <I_i, T_j>:
 
     L = 1/(2N) sum_i (logsumexp_j z_ij - sum_j Y_rows_ij z_ij)  +  1/(2N) sum_j (logsumexp_i z_ij - sum_i Y_columns_ij z_ij)
     dL/dI = s/(2N) (P + Q - Y_rows - Y_columns) T     the text side alike     dL/ds = <I, dL/dI> / s
@@ -155,7 +154,7 @@ class ContrastiveLoss(nn.Module):
         if partner is not None:
             self._check_mixup()
         make = partial(
-            self._problem,
+            self._evaluation,
             pairs=pairs,
             sources=ids.get("source"),
             shared=[ids[name] for name in _SHARED_IDS[self.positives]],
@@ -176,7 +175,7 @@ class ContrastiveLoss(nn.Module):
             loss = loss + 0.0 * logit_bias.sum()
         return {"contrastive_loss": loss} if output_dict else loss
 
-    def _problem(
+    def _evaluation(
         self,
         image_features: Tensor,
         text_features: Tensor,
@@ -186,8 +185,8 @@ class ContrastiveLoss(nn.Module):
         pairs: Sequence[tuple[float, Tensor | None]],
         sources: Tensor | None,
         shared: Sequence[Tensor],
-    ) -> Problem:
-        """Make the problem: targets over all ranks, as the options ask for."""
+    ) -> Evaluation:
+        """Gather the features, and choose the targets over all ranks that the options ask for."""
         precision = torch.promote_types(image_features.dtype, torch.float32)
         b, device = len(image_features), image_features.device
         ranks, chunks = Ranks(self.rank, self.world_size, b, device), row_chunks(b, self.chunk_size)
@@ -214,7 +213,7 @@ class ContrastiveLoss(nn.Module):
                 for weight, column in pairs
             ]
             targets = PairTargets(weighed, ranks.mine.start, 2.0 if gather_grad else 1.0)
-        return Problem(
+        return Evaluation(
             logits,
             ranks,
             chunks,
@@ -322,30 +321,30 @@ class Sigmoid:
     mine: slice
     shared: SharedTargets | None
 
-    def losses(self, missed: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def losses(self, negative_margins: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Sum N times the loss over the texts for each image row (rows,), and over the rows for each text (N,).
 
         Args:
-            missed: values for these local image rows; it is not changed.
+            negative_margins: values for these local image rows; it is not changed.
         """
-        each = logsigmoid(missed.neg_()).neg_()
-        missed.neg_()
+        each = logsigmoid(negative_margins.neg_()).neg_()
+        negative_margins.neg_()
         return each.sum(dim=1), each.sum(dim=0)
 
-    def derivative(self, missed: Tensor, rows: slice) -> Tensor:
-        """Compute N times the derivative of the loss by the logits (rows, N), in the memory of `missed`.
+    def derivative(self, negative_margins: Tensor, rows: slice) -> Tensor:
+        """Compute N times the derivative of the loss by the logits (rows, N), in the memory of `negative_margins`.
 
         It is the same for both sides.
         """
-        each = missed.sigmoid_()
+        each = negative_margins.sigmoid_()
         self._negate_positives(each, rows)
         return each
 
-    def missed(self, logits: Tensor, rows: slice) -> Tensor:
+    def negative_margins(self, logits: Tensor, rows: slice) -> Tensor:
         """Compute -y z of s <I_i, T_j> (rows, N), positive where a pair is classified wrongly, in the logits' memory."""
-        missed = logits.add_(self.bias)
-        self._negate_positives(missed, rows)
-        return missed
+        negative_margins = logits.add_(self.bias)
+        self._negate_positives(negative_margins, rows)
+        return negative_margins
 
     def _negate_positives(self, values: Tensor, rows: slice) -> None:
         if self.shared is not None:
@@ -379,7 +378,7 @@ class ChunkedLoss(torch.autograd.Function):
         text_features: Tensor,
         logit_scale: Tensor,
         logit_bias: Tensor | None,
-        make: Callable[..., Problem],
+        make: Callable[..., Evaluation],
         report: Report,
         grad_enabled: bool,
     ) -> Tensor:
@@ -427,8 +426,8 @@ def row_chunks(rows: int, chunk_size: int | None) -> list[slice]:
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-class Problem:
-    """Call `value()` (first sweep, with all communication), then `gradients()` (second sweep, without).
+class Evaluation:
+    """One evaluation of a loss: `value()` in a first sweep, with all communication, then `gradients()` in a second, without.
 
     Args:
         chunks: of local rows; one of them has its logits in memory at a time.
@@ -459,7 +458,7 @@ class Problem:
         self.normalisers = Normalisers()
         # Where one chunk holds all local rows, the second sweep takes this matrix of the first, once, and overwrites it: the
         # logits, or the sigmoids' arguments.
-        self.only: Tensor | None = None
+        self.reused: Tensor | None = None
 
     def value(self) -> Tensor:
         """Compute the mean loss over the N pairs of all ranks.
@@ -475,7 +474,7 @@ class Problem:
         for rows in self.chunks:
             logits = self.logits.chunk(rows, side=0)  # (chunk, N)
             if self.sigmoid is not None:
-                logits = self.sigmoid.missed(logits, rows)
+                logits = self.sigmoid.negative_margins(logits, rows)
                 parts, sign = self.sigmoid.losses(logits, rows), 1.0
             else:
                 assert self.targets is not None
@@ -483,7 +482,7 @@ class Problem:
                 self.normalisers.see(logits, keep=whole)
             of_rows[rows].add_(parts[0], alpha=sign)
             of_columns.add_(parts[1], alpha=sign)
-            self.only = logits if only and not (whole and self.targets is not None) else None
+            self.reused = logits if only and not (whole and self.targets is not None) else None
             del logits  # before the next chunk is made: one chunk in memory at a time
         images, texts = self.normalisers.gather(self.ranks, rows=[of_rows], columns=[of_columns])
         self.pair_losses = (images + texts) / 2
@@ -538,10 +537,10 @@ class Problem:
             weights = both[0].add_(both[1])
             self.targets.subtract_from(weights, rows, side)
             return weights
-        logits, self.only = self.only, None
+        logits, self.reused = self.reused, None
         if self.sigmoid is not None:
             if logits is None:
-                logits = self.sigmoid.missed(self.logits.chunk(rows, side), rows)
+                logits = self.sigmoid.negative_margins(self.logits.chunk(rows, side), rows)
             weights = self.sigmoid.derivative(logits, rows).mul_(2.0)
             if side == 0:
                 self.bias_sum += weights.sum()

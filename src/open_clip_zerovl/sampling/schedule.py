@@ -181,33 +181,6 @@ def _whole_steps(share: np.ndarray, effective_batch: int) -> np.ndarray:
     return np.floor(share / effective_batch + 1e-9).astype(np.int64)
 
 
-def few_steps(schedule: Schedule, names: Sequence[str]) -> str | None:
-    """Write a sentence if a source fills few steps of its own in an epoch.
-
-    Each of its steps then holds a large part of the source, again and again with the same samples, and a rest that does
-    not fill a step waits for the next epoch.
-
-    Returns:
-        None without such a source, or where steps are mixed.
-    """
-    if len(names) < 2 or (schedule.source_of_step == MIXED).any():
-        return None
-    steps = np.bincount(schedule.source_of_step, minlength=len(names))
-    few = [
-        (int(steps[index]), name) for index, name in enumerate(names) if steps[index] < FEW_STEPS
-    ]
-    if not few:
-        return None
-    shown = ", ".join(f"{name} ({count})" for count, name in sorted(few)[:3]) + (
-        " ..." if len(few) > 3 else ""
-    )
-    return (
-        f"{len(few)} of {len(names)} sources fill fewer than {FEW_STEPS} steps of {schedule.effective_batch} an epoch: "
-        f"{shown}. Debiased sampling may then cost more within a source than it gains: compare it with a smaller effective "
-        "batch, a larger weight of the source (--train-data-upsampling-factors), or --sampling random"
-    )
-
-
 def _refuse_unseen(
     share: np.ndarray, steps: np.ndarray, effective_batch: int, names: Sequence[str] | None
 ) -> None:
@@ -247,6 +220,33 @@ def apportion(share: np.ndarray, total: int) -> np.ndarray:
     if short > 0:  # a stable sort breaks ties alike on all machines
         whole[np.argsort(-(exact - whole), kind="stable")[:short]] += 1
     return whole
+
+
+def few_steps(schedule: Schedule, names: Sequence[str]) -> str | None:
+    """Write a sentence if a source fills few steps of its own in an epoch.
+
+    Each of its steps then holds a large part of the source, again and again with the same samples, and a rest that does
+    not fill a step waits for the next epoch.
+
+    Returns:
+        None without such a source, or where steps are mixed.
+    """
+    if len(names) < 2 or (schedule.source_of_step == MIXED).any():
+        return None
+    steps = np.bincount(schedule.source_of_step, minlength=len(names))
+    few = [
+        (int(steps[index]), name) for index, name in enumerate(names) if steps[index] < FEW_STEPS
+    ]
+    if not few:
+        return None
+    shown = ", ".join(f"{name} ({count})" for count, name in sorted(few)[:3]) + (
+        " ..." if len(few) > 3 else ""
+    )
+    return (
+        f"{len(few)} of {len(names)} sources fill fewer than {FEW_STEPS} steps of {schedule.effective_batch} an epoch: "
+        f"{shown}. Debiased sampling may then cost more within a source than it gains: compare it with a smaller effective "
+        "batch, a larger weight of the source (--train-data-upsampling-factors), or --sampling random"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
