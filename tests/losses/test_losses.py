@@ -96,27 +96,6 @@ def test_equals_open_clips_loss(ours, theirs, scalars, chunk_size):
         assert relative(one, expected) <= 1e-12
 
 
-def test_a_mixup_weight_of_one_mixes_nothing():
-    images, texts = features(6)
-    mixed = value_and_gradients(
-        ContrastiveLoss(), images, texts, mixup_lambda=1.0, partner=reversed_partner([6])
-    )
-    for found, reference in zip(
-        mixed, value_and_gradients(ContrastiveLoss(), images, texts), strict=True
-    ):
-        assert torch.equal(found, reference)
-
-
-def test_numerical_derivative():
-    images, texts = features(5, d=3)
-    scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
-    loss = ContrastiveLoss(chunk_size=2)
-    assert torch.autograd.gradcheck(
-        lambda i, t, s: loss(i, t, s, mixup_lambda=0.6, partner=reversed_partner([2, 3])),
-        (images, texts, scale),
-    )
-
-
 @pytest.mark.parametrize("alike", [0.0, 0.35])
 def test_fp32_against_fp64_at_medium_size(alike):
     """N=700, scale 100, ragged last chunk. `alike` 0.35: most pairs are won, P - Y is small and must not cancel away."""
@@ -259,10 +238,6 @@ OPTIONS = {
 }
 
 
-def option_inputs(options, b, seed=0):
-    return {"ids": sample_ids(b, seed)}
-
-
 # The softmax and the sigmoid: (loss, its dense definition, scale and bias).
 KINDS = {
     "softmax": (ContrastiveLoss, DenseLoss, (5.0,)),
@@ -277,7 +252,7 @@ def test_options_are_their_dense_definition(name, kind, chunk_size):
     """Against autograd on whole matrices."""
     make, dense, scalars = KINDS[kind]
     options, sides = OPTIONS[name], features(13)
-    inputs = option_inputs(options, 13)
+    inputs = {"ids": sample_ids(13, 0)}
     wanted = value_and_gradients(dense(**options), *sides, *scalars, **inputs)
     loss = make(chunk_size=chunk_size, **options)
     for found, expected in zip(
@@ -310,7 +285,7 @@ def test_gradients_twice_are_the_same(kind, name):
     gradients, options = Evaluation.gradients, OPTIONS.get(name, {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Evaluation, "gradients", twice)
-        value_and_gradients(make(**options), *features(13), *scalars, **option_inputs(options, 13))
+        value_and_gradients(make(**options), *features(13), *scalars, ids=sample_ids(13, 0))
     assert all(
         relative(again, first) <= 1e-12
         for first, again in zip(*found, strict=True)
@@ -337,21 +312,6 @@ def test_single_precision_at_scale_100(kind, name):
     found = value_and_gradients(make(chunk_size=64, **options), *single, 100.0, **inputs)
     for one, expected in zip(found, wanted, strict=True):
         assert relative(one, expected) <= 2e-5
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [*(("softmax", name) for name in OPTIONS), ("sigmoid", None)]
-)
-def test_memory_is_not_quadratic(kind, name):
-    """Four times as many rows take four times the memory, not sixteen times."""
-    peaks, options = [], OPTIONS.get(name, {})
-    for n in (256, 1024):
-        sides = features(n, d=4, dtype=torch.float32)
-        inputs = option_inputs(options, n)
-        with PeakBytes() as seen:
-            value_and_gradients(KINDS[kind][0](chunk_size=32, **options), *sides, **inputs)
-        peaks.append(seen.peak)
-    assert peaks[1] <= 4.2 * peaks[0]
 
 
 def test_two_ids_are_joined_without_two_pairs_getting_one():

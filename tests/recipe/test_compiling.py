@@ -57,7 +57,14 @@ def padded(seed, sizes=(4, 4, 4)):
 # The forms of a graph: with and without gradients; texts mixed or not; one length or any number of tokens; evaluation.
 @pytest.mark.parametrize(
     ("blocks", "sort_text", "most"),
-    [(False, False, 6), (False, True, 6), (True, False, 6), (True, True, 8)],
+    [
+        (False, False, 6),
+        (True, True, 8),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((False, True, 6), (True, False, 6))
+        ),
+    ],
 )
 def test_graphs_of_a_compiled_recipe_are_bounded(blocks, sort_text, most):
     torch._dynamo.reset()

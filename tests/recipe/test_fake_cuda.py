@@ -186,6 +186,9 @@ def unexpected(waits, allowed):
 
 # In the fast tests each setting comes once; slow: those that come together with another one.
 TOGETHER = (
+    "DGA",
+    "all replayed",
+    "mixup of images",
     "ModernBERT",
     "GradScaler",
     "pure bf16",

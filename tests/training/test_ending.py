@@ -175,19 +175,6 @@ def test_sentences_that_only_training_has():
     assert stopping.sentence_of(ZeroDivisionError("1 / 0")) is None
 
 
-def test_a_broken_picture_in_the_retrieval_data_ends_the_run(train):
-    pairs = write_retrieval_set(train.folder / "pairs", [1, 1, 1, 1])
-    shard = next(Path(train.folder / "pairs").rglob("*.tar"))
-    content = bytearray(shard.read_bytes())
-    start = content.index(b"\x89PNG")
-    content[start : start + 60] = bytes(60)
-    shard.write_bytes(content)
-    done, printed, _ = train(
-        None, "--retrieval-data", f"r={train.folder / 'pairs'}", "--epochs", "1"
-    )
-    assert done["statuses"][0] not in (0, None) and done["left"] == 0, (printed[-3000:], pairs)
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("fault", "fault_rank", "statuses", "words"),
@@ -369,15 +356,6 @@ def test_what_auto_decided_holds_after_a_resume(train):
             for folder in (whole, resumed)
         )
         assert all(torch.equal(wanted[key], found[key]) for key in wanted), begin
-
-
-def test_each_line_of_the_log_comes_once(train):
-    """If a source has no sizes.json, a warning comes before the log is set up."""
-    write_source(train.folder / "uncounted", 0, 20, 13, sizes=False)
-    _, printed, _ = train(
-        None, "--epochs=1", f"--train-data=a={train.folder}/uncounted", "--verbose", status=0
-    )
-    assert printed.count("Start epoch 0") == 1
 
 
 def test_a_run_shows_what_it_will_do_and_where_it_is(train):

@@ -23,7 +23,6 @@ from training.log import (
     early_handler,
     loader_sentence,
     shorten,
-    stuck_sentence,
 )
 from training.train import warn_of_equal_captions
 
@@ -136,23 +135,29 @@ def test_a_run_warns_once_of_its_loader_and_of_chance(caplog, clock):
     assert "give --workers" in caplog.text and "the model does not tell which" in caplog.text
 
 
-def test_the_loss_of_chance():
-    assert stuck_sentence(6.93, 1024).startswith(
-        "the loss, 6.93, is that of chance, ln 1,024 = 6.931: the model does not tell"
-    )
-    assert stuck_sentence(7.5, 1024) is not None
-    assert stuck_sentence(6.8, 1024) is None and stuck_sentence(0.0, 1) is None
-    assert stuck_sentence(float("nan"), 1024) is None
-
-
 @pytest.mark.parametrize(
     "loss, judged, first, said",
-    [(2.99, True, 200, 1), (2.99, True, 0, 0), (2.99, False, 200, 0), (1.5, True, 200, 0)],
-    ids=["stuck", "at the beginning of a run", "another loss", "learning"],
+    [
+        (2.99, True, 200, 1),
+        (3.5, True, 200, 1),
+        (float("nan"), True, 200, 0),
+        (2.99, True, 0, 0),
+        (2.99, False, 200, 0),
+        (1.5, True, 200, 0),
+    ],
+    ids=[
+        "stuck",
+        "above chance",
+        "no number",
+        "at the beginning of a run",
+        "another loss",
+        "learning",
+    ],
 )
 def test_an_epoch_that_learned_nothing(caplog, loss, judged, first, said):
-    take(log_of(4, judged=judged), first=first, loss=lambda _: loss)  # N = 20, ln N = 2.996
-    assert sum("is that of chance" in message for message in caplog.messages) == said
+    take(log_of(4, judged=judged, recovers=True), first=first, loss=lambda _: loss)
+    words = f"the loss, {loss:.4g}, is that of chance, ln 20 = 2.996: the model does not tell"
+    assert sum(words in message for message in caplog.messages) == said
 
 
 def test_losses_by_source_are_means_since_they_were_last_taken():

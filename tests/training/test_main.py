@@ -195,62 +195,6 @@ def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     assert "rsum" in logged and {key: found[key] for key in logged} == pytest.approx(logged)
 
 
-@pytest.mark.slow(
-    reason="four trainings, half a minute; tests/dga and test_methods_together hold each gradient"
-)
-def test_dga_and_ranks_follow_the_large_batch(workplace):
-    """`--dga-steps 4 --batch-size 16` and two ranks of 8 x 4 train as `--batch-size 64` does (dropout off).
-
-    Tolerances: losses to 1e-4 relative, weights to 1e-3 of their norm after 12 AdamW steps; both differ by the rounding of
-    fp32 sums in another order alone, which AdamW's division by small second moments amplifies. Batches of 16 without DGA are
-    the negative control.
-    """
-    folder, *_ = workplace
-    data = f"all={write_source(folder / 'sixty-four', 5000, 64, 10)}"  # one effective batch an epoch, the same for all
-    config = json.loads((folder / "bert" / "tiny.json").read_text())
-    no_dropout = write_bert(
-        folder / "bert-without-dropout", words=[*WORDS, "sample", *"0123456789"]
-    )
-    settings = json.loads((no_dropout / "config.json").read_text())
-    settings.update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    (no_dropout / "config.json").write_text(json.dumps(settings))
-    config["text_cfg"].update(hf_model_name=str(no_dropout), hf_tokenizer_name=str(no_dropout))
-    (folder / "exact").mkdir()
-    (folder / "exact" / "tiny.json").write_text(json.dumps(config))
-    weights, curves = {}, {}
-    for name, size, steps, ranks in (
-        ("full", 64, 1, 1),
-        ("dga", 16, 4, 1),
-        ("ranks", 8, 4, 2),
-        ("small", 16, 1, 1),
-    ):
-        epochs, record = 12 if name != "small" else 3, folder / f"record-exact-{name}"
-        words = f"""--train-data {data} --debiased-sampling --batch-size {size} --dga-steps {steps} --workers 0 --lr 1e-3
-        --epochs {epochs} --name exact-{name} --save-frequency 0 --aug-cfg scale=(1.0,1.0) ratio=(1.0,1.0)"""
-        arguments = [*COMMON, *words.split()]
-        launch(
-            "ours",
-            folder / "exact" / "tiny.json",
-            arguments,
-            ranks=ranks,
-            record=record,
-            cwd=folder,
-        )
-        state = state_of(folder, f"exact-{name}", epochs)["state_dict"]
-        weights[name] = {key.removeprefix("module."): value for key, value in state.items()}
-        curves[name] = [
-            json.loads(line)["loss"] for line in Path(f"{record}.0").read_text().splitlines()
-        ]
-    for name in ("dga", "ranks"):
-        assert curves[name] == pytest.approx(curves["full"], rel=1e-4)
-        for key, value in weights["full"].items():
-            # A softmax does not see its keys' bias: that gradient is truly zero, and AdamW makes steps of its rounding.
-            if value.is_floating_point() and not key.endswith(("key.bias", "in_proj_bias")):
-                error = (weights[name][key] - value).norm() / value.norm().clamp_min(1e-6)
-                assert error < 1e-3, (name, key, error)
-    assert curves["small"][:12] != pytest.approx(curves["full"], rel=1e-2)
-
-
 @pytest.fixture
 def bad_input(workplace, monkeypatch, capsys):
     """Run the program on bad input and return (exit status, the one line on standard error, run folder)."""

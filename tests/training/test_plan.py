@@ -57,21 +57,6 @@ def test_a_plan_takes_two_steps_and_leaves_nothing(run, tmp_path, monkeypatch, c
     assert all(".zerovl-index" in str(path) for path in left), left
 
 
-def test_a_plan_of_an_epoch_of_one_step_is_that_step(run, capfd):
-    assert main([*run, "--plan", "--batch-size", "12"]) == 0
-    assert "run       3 steps, " in capfd.readouterr().out
-
-
-def test_what_is_missing_is_a_sentence(run, tmp_path, capfd):
-    for path in (tmp_path / "a").glob("*.tar"):
-        path.unlink()
-    assert main([*run, "--plan"]) == 2
-    assert (
-        "a contains no pictures, table, parquet files or tars" in capfd.readouterr().err
-        and not (tmp_path / "none").exists()
-    )
-
-
 def test_the_command_is_a_training_with_the_flag(monkeypatch):
     became = []
     monkeypatch.setattr(program.os, "execv", lambda program, words: became.append(words))

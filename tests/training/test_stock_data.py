@@ -194,38 +194,6 @@ def test_a_run_that_fails_before_its_first_step_leaves_its_name_free(run, data):
     assert (data / "logs" / "first" / "checkpoints" / "epoch_1.pt").exists()
 
 
-def test_a_run_that_fails_after_a_step_keeps_its_log(run, data, monkeypatch):
-    step = torch.optim.AdamW.step
-    calls = []
-
-    def fails_the_second_time(self, *arguments, **options):
-        calls.append(1)
-        if len(calls) == 2:
-            raise OSError("the disk is gone")
-        return step(self, *arguments, **options)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", fails_the_second_time)
-    status, said = run("--train-data", "here.csv", name="later")
-    assert status == 2 and "the disk is gone" in said
-    assert (data / "logs" / "later" / "out.log").exists()
-
-
-def test_an_optimizers_state_for_other_parameters_is_refused(run, data):
-    assert run("--train-data", "here.csv", name="all")[0] == 0
-    resume = [
-        "--train-data",
-        "here.csv",
-        "--epochs",
-        "2",
-        "--resume",
-        "logs/all/checkpoints/epoch_1.pt",
-    ]
-    assert run(*resume, name="again")[0] == 0
-    status, said = run(*resume, "--lock-image", name="fewer")
-    assert status == 2 and "torch: loaded state dict contains a parameter group" in said
-    assert not (data / "logs" / "fewer").exists()
-
-
 class RunsWhenUnpickled(str):
     """Makes the file of this name."""
 
