@@ -295,7 +295,7 @@ def _filled_v4(run: Any, host: Any) -> dict[str, Any]:
 
 
 class _AdaptersV4:
-    """The run's hooks with the parameters that 4's main passes. `stock_...` are main's own functions."""
+    """The run's hooks with the parameters that 4's main passes, beside main's own functions (`stock_...`)."""
 
     def __init__(self, run: Any, host: Any) -> None:
         self.run = run
@@ -395,7 +395,7 @@ class _AdaptersV4:
 
 
 class _Loader:
-    """A loader that yields dicts for open_clip's loop, or tuples for our step. All else is the wrapped loader's."""
+    """A wrapped loader that yields dicts for open_clip's loop, or tuples for our step."""
 
     def __init__(self, loader: Any, *, as_dicts: bool) -> None:
         self._loader, self._as_dicts = loader, as_dicts

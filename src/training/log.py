@@ -107,9 +107,10 @@ def close_logs_in(folder: Path) -> None:
 
 
 class RunLog:
-    """The record and page of a run. Before `begin`, and on other ranks, nothing is written.
+    """The record and page of a run.
 
-    A record or page that cannot be written gets one warning and does not end the training.
+    Before `begin`, and on other ranks, nothing is written. A record or page that cannot be written gets one warning and does
+    not end the training.
 
     Attributes:
         not_finite: losses that were not finite numbers, in steps of this process.
@@ -340,7 +341,7 @@ class BySource:
         self._sums: torch.Tensor | None = None  # (2, S): losses, pairs
 
     def see(self, report: Report) -> None:
-        """Add a step's pairs of all ranks. With one source, or without sources, nothing is recorded."""
+        """Add a step's pairs of all ranks, where there are several sources."""
         if report.sources is None or report.pair_losses is None or len(self.names) < 2:
             return
         losses = report.pair_losses.float()

@@ -76,7 +76,7 @@ def train(args: argparse.Namespace, config: AllFlags) -> int:
 
 
 class TrainingRun:
-    """One run of open_clip's main. Its public methods after `start` are the hooks that `hooks.HostLine` calls.
+    """One run of open_clip's main, whose public methods after `start` are the hooks that `hooks.HostLine` calls.
 
     Attributes:
         line: the line of the installed open_clip.
@@ -155,7 +155,9 @@ class TrainingRun:
         checkpointing.remove_leftovers(self.folder / "checkpoints")
 
     def start(self) -> None:
-        """Run open_clip's main. A run that ends before its first step removes its folder, which would block its name.
+        """Run open_clip's main.
+
+        A run that ends before its first step removes its folder, which would block its name.
 
         Raises:
             UserError: the run cannot go on.

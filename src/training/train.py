@@ -155,23 +155,8 @@ class Trainer:
         here = self._position(args, epoch, sources)
         first_of_process = self.step is None
         if self.step is None:
-            self.step = RecipeStep(
-                model,
-                loss,
-                optimizer,
-                precision=args.precision,
-                terms=CaptionTerm(args.coca_caption_loss_weight) if captions(model) else None,
-                teacher=self.teacher,
-                scaler=scaler,
-                normalize=getattr(data["train"], "normalize", None),
-                mixup=self.mixup,
-                grad_clip_norm=args.grad_clip_norm,
-                sort_text=self.config.sort_text,
-                retain=self.config.dga_retain,
-                check=self.config.dga_check,
-                replay_rng="no-replay" not in self.config.ablate,
-                adopted=self.resumed.graphs_for(here) if self.resumed is not None else None,
-            )
+            normalize = getattr(data["train"], "normalize", None)
+            self.step = self._make_step(model, loss, optimizer, scaler, normalize, args, here)
         self.preemption.training = True
         model.train()
         steps = loader.num_batches
@@ -247,6 +232,28 @@ class Trainer:
         self._lost(loader, epoch + 1)
         if self.config.dga_retain == "auto":
             self.epoch_end = replace(here, epoch=epoch + 1, retained=self._retained())
+
+    def _make_step(
+        self, model, loss, optimizer, scaler, normalize, args: argparse.Namespace, here: Position
+    ) -> RecipeStep:
+        """Make the step that the flags ask for, which goes on with the graphs of a resumed run."""
+        return RecipeStep(
+            model,
+            loss,
+            optimizer,
+            precision=args.precision,
+            terms=CaptionTerm(args.coca_caption_loss_weight) if captions(model) else None,
+            teacher=self.teacher,
+            scaler=scaler,
+            normalize=normalize,
+            mixup=self.mixup,
+            grad_clip_norm=args.grad_clip_norm,
+            sort_text=self.config.sort_text,
+            retain=self.config.dga_retain,
+            check=self.config.dga_check,
+            replay_rng="no-replay" not in self.config.ablate,
+            adopted=self.resumed.graphs_for(here) if self.resumed is not None else None,
+        )
 
     def _lost(self, loader, at: float) -> None:
         """Record the samples delivered and replaced, of all ranks at an epoch's end, else of this rank."""

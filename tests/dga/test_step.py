@@ -194,7 +194,10 @@ class Graphs:
         return run
 
 
-@pytest.mark.parametrize(("frozen", "fullgraph"), [(None, False), ("text", True), ("image", False)])
+@pytest.mark.parametrize(
+    ("frozen", "fullgraph"),
+    [(None, False), ("text", True), pytest.param("image", False, marks=pytest.mark.slow)],
+)
 def test_a_compiled_step_is_the_eager_one(frozen, fullgraph):
     """Same masks, so the same gradient to rounding; a frozen tower runs once; nothing is traced after the first step."""
     torch._dynamo.reset()

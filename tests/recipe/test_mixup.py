@@ -181,7 +181,7 @@ def test_what_cannot_be_mixed_is_refused(make, words):
 # --- under decoupled gradient accumulation ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_open_clips_plain_class_is_mixed_exactly(compiled):
     """With the text module of `CustomTextCLIP` and the same weights, one graph; the plain class decoupled, compiled too."""
     sizes, mix = [3, 2, 4], Mix(mixes_images=False, weight=0.35)

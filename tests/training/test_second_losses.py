@@ -134,7 +134,16 @@ def test_a_converted_siglip_keeps_its_scale_and_bias(run, place, loss):
     assert status == 2 and "--sort-text" in said and "padding" in said
 
 
-@pytest.mark.parametrize("words", ["", "--siglip", "--loss-chunk 3 --positives caption"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(
+            "", marks=pytest.mark.slow(reason="forty epochs, until the captions are written")
+        ),
+        "--siglip",
+        "--loss-chunk 3 --positives caption",
+    ],
+)
 def test_a_captioner_with_named_sources_learns_to_write(run, place, words, monkeypatch):
     """From random weights; stock open_clip loads the checkpoint, and its own `generate` writes the captions."""
     name = f"written{len(words)}"

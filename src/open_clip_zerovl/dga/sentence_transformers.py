@@ -168,7 +168,7 @@ class _Columns(nn.Module):
 
 
 class _Head(nn.Module):
-    """The loss on all embeddings of the step. Its parameters are those that are not the model's."""
+    """The loss on all embeddings of the step, with those of its parameters that are not the model's."""
 
     def __init__(self, loss: Any, towers: _Columns) -> None:
         super().__init__()

@@ -547,7 +547,7 @@ class RecipeConfig(
     DgaFlags,
     SourceFlags,
 ):
-    """All our flags. With their defaults a run is open_clip's own."""
+    """All our flags, with whose defaults a run is open_clip's own."""
 
     @property
     def active(self) -> bool:

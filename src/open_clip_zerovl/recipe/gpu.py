@@ -31,7 +31,9 @@ _TRANSFORMERS_4 = version("transformers").startswith("4.")
 
 
 def without_gpu_syncs(model: nn.Module) -> None:
-    """Replace code of `model` that waits or copies. Call it before the first forward pass and before the model is compiled.
+    """Replace code of `model` that waits or copies.
+
+    Call it before the first forward pass and before the model is compiled.
 
     - Hugging Face's BERT, RoBERTa and XLM-RoBERTa read whether a batch has padding, to leave the mask out if there is none.
       They are given the mask in the form that the attention takes, which they do not read. ModernBERT reads it twice, for its

@@ -122,7 +122,9 @@ class CoinFlipMixup:
         self._handles: list[Any] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Put the hook on the text tower of `model`. Outside of `step` and `applied` it does nothing.
+        """Put the hook on the text tower of `model`.
+
+        Outside of `step` and `applied` it does nothing.
 
         Call it before torch.compile's first forward pass: a compiled graph ignores a hook that is added later.
 
@@ -194,7 +196,7 @@ class CoinFlipMixup:
 
 
 class _TextMixing:
-    """The forward hooks. They hold lambda as a tensor: a compiled graph would hold a number as a constant."""
+    """The forward hooks, which hold lambda as a tensor, since a compiled graph would hold a number as a constant."""
 
     def __init__(self, tower: nn.Module) -> None:
         self.tower = tower

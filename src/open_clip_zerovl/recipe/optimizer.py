@@ -36,11 +36,12 @@ EMBEDDING_PARAMETERS = frozenset(
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates of the parts of a model, where None is `lr`. Without `layer_decay` a tower has one rate.
+    """Learning rates of the parts of a model, where None is `lr`.
 
-    The rate of a tower's layer is the tower's times `layer_decay` to the number of layers above it, as in BEiT and timm: 1 for
-    the top block, one more for each block below, and for the embeddings below the lowest. Projections, logit scale and pooling
-    above the blocks have the whole rate. A tower's last norm belongs to its top block, as in timm.
+    Without `layer_decay` a tower has one rate. The rate of a tower's layer is the tower's times `layer_decay` to the number of
+    layers above it, as in BEiT and timm: 1 for the top block, one more for each block below, and for the embeddings below the
+    lowest. Projections, logit scale and pooling above the blocks have the whole rate. A tower's last norm belongs to its top
+    block, as in timm.
     """
 
     lr: float
