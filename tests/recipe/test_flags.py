@@ -17,6 +17,8 @@ from open_clip_zerovl.recipe.flags import (
     AllFlags,
     OpenClipFlags,
     RecipeConfig,
+    as_arguments,
+    settings_of,
 )
 from support import ROOT
 from training.params import build_parser, open_clip_parser, parse
@@ -213,6 +215,17 @@ def test_an_image_size_is_read_before_and_after_open_clip_has_changed_it(words, 
     assert config.force_image_size == side
     args.force_image_size = side  # as its main leaves it
     assert config.force_image_size == side
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--force-image-size 16 24 --image-mean 0.5 0.4 0.3 --lr 1e-4 --siglip",
+        "--freeze image --freeze text --aug-cfg scale=(0.6,1.0) use_timm=True",
+    ],
+)
+def test_a_table_of_flags_makes_the_words_of_which_it_is_made(words):
+    assert as_arguments(settings_of(words.split())) == words.split()
 
 
 def test_a_double_dash_before_the_flags_is_passed_over():

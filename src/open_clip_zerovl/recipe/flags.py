@@ -770,8 +770,12 @@ def _are_sides(value: int | Sequence[int]) -> bool:
 # Name without dashes -> value; "" is a switch, None takes the flag away.
 Settings = dict[str, "str | None"]
 
-SEVERAL_VALUES = ("aug-cfg", "image-mean", "image-std")  # --image-mean 0.5 0.5 0.5
-REPEATED = ("ablate", "freeze")  # --ablate NAME --ablate NAME
+# --ablate NAME --ablate NAME
+REPEATED = {each.option.removeprefix("--") for each in flags_of(RecipeConfig) if each.several}
+# --image-mean 0.5 0.5 0.5; two of open_clip's take KEY=VALUE words
+SEVERAL_VALUES = {"aug-cfg", "opt-kwargs"} | {
+    each.option.removeprefix("--") for each in flags_of(OpenClipFlags) if each.nargs is not None
+}
 
 
 def parse_settings(texts: Sequence[str]) -> Settings:
