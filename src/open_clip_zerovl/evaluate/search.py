@@ -75,12 +75,11 @@ class Hit:
         Raises:
             UserError: it has gone or changed since it was embedded.
         """
-        try:
-            if self.content is not None:
-                return decode_image(self.content)
-        except BadPicture:
-            pass
-        raise UserError(f"{self.picture} has gone or changed since it was embedded; search again")
+        if (picture := _picture_or_none(self.content)) is None:
+            raise UserError(
+                f"{self.picture} has gone or changed since it was embedded; search again"
+            )
+        return picture
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ class Searcher:
 
     Args:
         encoder: the model.
-        cache: folder of all embeddings. None: `default_cache`.
+        cache: folder of all embeddings. None: one in the user's cache folder.
         name: the model's name, for the progress bar and in sentences.
         keep: hold the embeddings in memory, for many queries.
 
@@ -243,7 +242,7 @@ class Searcher:
         self.features, self.computed = embed_collection(
             collection,
             self.model,
-            cache=cache or default_cache(),
+            cache=cache or user_cache("zerovl") / "search",
             batch_size=encoder.batch_size,
             workers=encoder.workers,
             name=name,
@@ -309,10 +308,8 @@ def thumbnail_of(hit: Hit) -> str | None:
     Returns:
         None if its picture has gone or changed since it was embedded.
     """
-    try:
-        return thumbnail(hit.open())
-    except UserError:
-        return None
+    picture = _picture_or_none(hit.content)
+    return None if picture is None else thumbnail(picture)
 
 
 def _as_data(
@@ -335,11 +332,6 @@ def _as_data(
 # ---------------------------------------------------------------------------------------------------------------------
 # Embeddings
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def default_cache() -> Path:
-    """Return the default folder of embeddings: in the user's cache folder."""
-    return user_cache("zerovl") / "search"
 
 
 class _Shards:
