@@ -216,7 +216,7 @@ def train(runs: dict[str, Run], epochs: int) -> None:
     try:
         going = True
         while going:
-            going = any(child.is_running() for child in children.values())
+            going = any(child.process.poll() is None for child in children.values())
             for sampling, bar in bars.items():
                 folder = runs[sampling].folder
                 if steps := read_record(folder)["step"] if (folder / RECORD).is_file() else []:
@@ -227,7 +227,7 @@ def train(runs: dict[str, Run], epochs: int) -> None:
             child.check()
     finally:
         for child in children.values():
-            child.ask_to_stop()
+            child.process.terminate()
         for child in children.values():
             child.stop()
         for bar in bars.values():

@@ -148,7 +148,7 @@ def public(
     from open_clip_zerovl.prepare.public import prepare_public
 
     options = {**vars(dataset), "seed": seed, "limits": _whole(limits), "work": work}
-    return Packed(_absolute(out), prepare_public(name, out, **options), "")
+    return Packed(_absolute(out), prepare_public(name, out, **options))
 
 
 def check(
@@ -632,7 +632,7 @@ def search(
         raise UserError("there is nothing to search for: give words, or a picture by --image")
     results, text = run_search(_encoders(given, flags), data, replace(settings, words=query))
     first = next(iter(results.values()))
-    return Hits(first.hits, first.pictures, text)
+    return Hits(first.hits, text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

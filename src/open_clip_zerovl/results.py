@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from open_clip_zerovl.core.errors import UserError
 
@@ -41,11 +41,7 @@ class Result:
     """
 
     folder: Path
-
-    @property
-    def text(self) -> str:
-        """Return what the command prints at its end."""
-        return ""
+    page_name: ClassVar[str] = "report.html"
 
     def __fspath__(self) -> str:
         """Return the path that other functions take: `finetune(data=packed)`, `evaluate(aligned, ...)`."""
@@ -57,13 +53,10 @@ class Result:
         Raises:
             UserError: none was written.
         """
-        path = self._page_file()
+        path = self.folder / self.page_name
         if not path.is_file():
             raise UserError(f"{path} is not there; make the call again to have it written")
         return Page(path)
-
-    def _page_file(self) -> Path:
-        return self.folder / "report.html"
 
     def _repr_html_(self) -> str:
         return self.page()._repr_html_()
@@ -75,16 +68,11 @@ class Packed(Result):
 
     Attributes:
         report: the content of `report.json`: counts of samples, captions, refused rows and their reasons, by source.
-        proposals: the commands to type next.
+        text: the commands to type next, which the command prints.
     """
 
     report: Mapping[str, Any] = field(repr=False)
-    proposals: str = field(default="", repr=False)
-
-    @property
-    def text(self) -> str:
-        """Return the commands to type next."""
-        return self.proposals
+    text: str = field(default="", repr=False)
 
     @property
     def train_data(self) -> str:
@@ -129,6 +117,8 @@ class _HoldsModel(Result):
 class Run(_HoldsModel):
     """A training's folder, `logs/NAME`."""
 
+    page_name = "run.html"
+
     @property
     def checkpoints(self) -> dict[int, Path]:
         """List epoch -> its checkpoint, of those that are kept."""
@@ -168,9 +158,6 @@ class Run(_HoldsModel):
 
         return [(step["at"], step["loss"]) for step in read_record(self.folder)["step"]]
 
-    def _page_file(self) -> Path:
-        return self.folder / "run.html"
-
 
 @dataclass(frozen=True)
 class Tuned(_HoldsModel):
@@ -207,6 +194,7 @@ class Aligned(_HoldsModel):
     """
 
     record: Mapping[str, Any] = field(repr=False)
+    page_name = "align.html"
 
     @property
     def scores(self) -> Mapping[str, float]:
@@ -218,35 +206,20 @@ class Aligned(_HoldsModel):
         """List (epoch, held-out RSUM, loss) of each check of the best pairing."""
         return [tuple(check) for check in self.record["pairings"][0]["checks"]]
 
-    def _page_file(self) -> Path:
-        return self.folder / "align.html"
 
-
-@dataclass(frozen=True, repr=False)
-class Hits:
+class Hits(list[Any]):
     """Pictures that were found, best first, shown as the command's list or by a notebook as pictures.
 
     Attributes:
-        hits: with name, cosine, caption and bytes.
-        pictures: number of pictures that were searched.
         text: what the command prints.
     """
 
-    hits: tuple[Hit, ...]
-    pictures: int
-    text: str
+    def __init__(self, hits: Iterable[Hit], text: str) -> None:
+        super().__init__(hits)
+        self.text = text
 
     def __repr__(self) -> str:
         return self.text.rstrip()
-
-    def __iter__(self) -> Any:
-        return iter(self.hits)
-
-    def __len__(self) -> int:
-        return len(self.hits)
-
-    def __getitem__(self, rank: int) -> Hit:
-        return self.hits[rank]
 
     def _repr_html_(self) -> str:
         from open_clip_zerovl.evaluate.search import thumbnail_of
@@ -254,6 +227,6 @@ class Hits:
 
         figures = [
             (thumbnail_of(hit), f"{hit.score:.3f} {hit.caption or os.path.basename(hit.picture)}")
-            for hit in self.hits
+            for hit in self
         ]
         return render("hits.html", figures=figures, note=repr(self).splitlines()[-1])

@@ -75,3 +75,14 @@ def test_each_flag_of_a_command_stands_on_a_page(name):
         if option.startswith("--") and not re.search(rf"{option}(?![\w-])", TEXT)
     }
     assert missing == set()
+
+
+def test_every_command_stands_in_the_table_of_inputs_and_outputs():
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = " ".join(rows)
+    for command in ALL:
+        last = command.rpartition(" ")[2]
+        assert f"`{last}`" in named or f"zerovl {command}`" in named, (
+            f"docs/security.md says nothing of zerovl {command}"
+        )

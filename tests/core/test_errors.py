@@ -18,7 +18,6 @@ from transformers import AutoConfig
 from open_clip_zerovl import cli
 from open_clip_zerovl import cli as program
 from open_clip_zerovl.core.errors import UserError, ended, printable
-from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.prepare.check import check_report, check_shards
 from support.tars import png, write_tar
 
@@ -47,13 +46,6 @@ def test_keys_of_tars_are_printed_escaped(tmp_path):
     report = check_report(check_shards(tmp_path / "s", progress=False))
     assert r"caption is empty: 2 (a\x1b[2J\x1b]0;title\x07\u202e, b\udcff)" in report
     assert all(line.isprintable() for line in report.splitlines())
-    (tmp_path / "set" / "test").mkdir(parents=True)
-    (tmp_path / "set" / "dataset_type.txt").write_text("retrieval")
-    (tmp_path / "set" / "test" / "nshards.txt").write_text("1")
-    write_tar(tmp_path / "set/test/0.tar", [(f"{KEY}.png", png((1, 2, 3)))])
-    with pytest.raises(UserError) as raised:
-        open_retrieval_set(tmp_path / "set")
-    assert str(raised.value).isprintable() and "title" in str(raised.value)
 
 
 def raises(error: BaseException):
@@ -83,10 +75,10 @@ ENDS = {
     "file": (raises(FileNotFoundError(errno.ENOENT, "No such file", "a.tar")), 2, "a.tar: No such file"),
     "network": (raises(ConnectionResetError(104, "reset by peer")), 2, "ConnectionResetError: [Errno 104] reset by peer"),
     "another pipe": (raises(BrokenPipeError(errno.EPIPE, "Broken pipe")), 2, "BrokenPipeError"),
-    "required package": (raises(missing("torch.nn")), 2, "the package torch is not installed here; pip install 'torch>="),
-    "package of another name": (raises(missing("open_clip_train")), 2, "pip install 'open_clip_torch"),
-    "package of an extra": (raises(missing("sklearn.svm")), 2, "pip install 'scikit-learn'"),
-    "unknown package": (raises(missing("nosuch")), 2, "pip install 'nosuch'"),
+    "required package": (raises(missing("torch.nn")), 2, "the package torch is not installed here; pip install torch ("),
+    "package of another name": (raises(missing("open_clip_train")), 2, "pip install open_clip_torch"),
+    "package of an extra": (raises(missing("sklearn.svm")), 2, "pip install scikit-learn"),
+    "unknown package": (raises(missing("nosuch")), 2, "pip install nosuch"),
     "broken package": (raises(ImportError("libx.so: absent", name="torch")), 2, "(libx.so: absent); `zerovl doctor`"),
     "module of ours": (raises(missing("open_clip_zerovl.gone")), 1, "or of a package: ModuleNotFoundError"),
     "memory": (lambda: np.empty(1 << 60, dtype="u1"), 2, "the machine's memory is full (it asks for"),
@@ -156,7 +148,7 @@ def test_a_program_without_its_packages_names_one(line):
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert (
-        "the package open_clip_torch is not installed here; pip install 'open_clip_torch"
+        "the package open_clip_torch is not installed here; pip install open_clip_torch"
         in done.stderr
     )
 

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 
 from open_clip_zerovl.core.randomness import Purpose, seed_step, seeded, stream, stream_seed
-from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from open_clip_zerovl.sampling.schedule import source_schedule
 
 
 def test_no_two_purposes_and_no_two_keys_share_a_stream():
@@ -32,25 +30,6 @@ def test_a_seed_means_the_same_in_every_release():
     """These numbers change with STREAMS_VERSION only, since a run resumed in mid-epoch counts on them."""
     assert stream_seed(0, Purpose.IMAGE, 3, 1_000_000_007) == 4203890110358812737
     assert stream(7, Purpose.MIXUP, 5).integers(0, 1000, 4).tolist() == [697, 598, 80, 127]
-
-
-def test_mixup_and_the_schedule_draw_apart(monkeypatch):
-    """The key of mixup's draw 1 was that of the schedule of epoch 5."""
-    states = []
-    made = np.random.default_rng
-
-    def noted(*key):
-        generator = made(*key)
-        states.append(str(generator.bit_generator.state))
-        return generator
-
-    monkeypatch.setattr(np.random, "default_rng", noted)
-    mixup = CoinFlipMixup(alpha=0.1, seed=0)
-    for _ in range(40):
-        mixup.draw()
-    for epoch in range(40):
-        source_schedule([64, 64], 16, strategy="debiased", seed=0, epoch=epoch)
-    assert len(states) == len(set(states)) == 80
 
 
 def test_a_steps_randomness_depends_on_seed_step_and_rank_alone():

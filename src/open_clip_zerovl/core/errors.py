@@ -136,6 +136,16 @@ def _reader_is_gone() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+# Modules whose package has another name.
+_PACKAGES = {
+    "PIL": "pillow",
+    "open_clip": "open_clip_torch",
+    "open_clip_train": "open_clip_torch",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+
+
 def kind_and_message(error: BaseException) -> str:
     """Write an error's kind and the first line of its message, those of the worker's error for one in a loader worker."""
     lines = str(error).splitlines() or [""]
@@ -154,7 +164,13 @@ def sentence_of(error: BaseException) -> str | None:
         return str(error)
     line = _short(first_line(error))
     if isinstance(error, ImportError):
-        return _package_sentence(error, line)
+        module = str(error.name).partition(".")[0]
+        if module in ("open_clip_zerovl", "training"):
+            return None
+        if not isinstance(error, ModuleNotFoundError):
+            return f"a package cannot be imported ({line}); `zerovl doctor` checks the installation"
+        package = _PACKAGES.get(module, module)
+        return f"the package {package} is not installed here; pip install {package} (`zerovl doctor` compares versions)"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
         return f"the device's memory is full ({line}); lower the batch size"
     if isinstance(error, MemoryError) or any(words in line for words in _NO_MEMORY):
@@ -175,45 +191,6 @@ def sentence_of(error: BaseException) -> str | None:
     if not installed:
         return None
     return f"{module.split('/')[0].removesuffix('.py')}: {kind}{line}; {DEBUG} prints the traceback"
-
-
-# Modules whose package has another name.
-_PACKAGES = {
-    "PIL": "pillow",
-    "open_clip": "open_clip_torch",
-    "open_clip_train": "open_clip_torch",
-    "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
-}
-
-
-def _package_sentence(error: ImportError, first_line: str) -> str | None:
-    """Word that a package is missing or broken here.
-
-    Returns:
-        None for a module of this project.
-    """
-    module = str(error.name).partition(".")[0]
-    if module in ("open_clip_zerovl", "training"):
-        return None
-    if not isinstance(error, ModuleNotFoundError):
-        return (
-            f"a package cannot be imported ({first_line}); `zerovl doctor` checks the installation"
-        )
-    package = _PACKAGES.get(module, module)
-    return f"the package {package} is not installed here; pip install '{_in_range(package)}'"
-
-
-def _in_range(package: str) -> str:
-    """Add the supported versions to a package's name."""
-    from importlib import metadata  # not at the top: only a missing package needs it
-
-    try:
-        requirements = metadata.requires("open_clip_zerovl") or ()
-    except metadata.PackageNotFoundError:
-        requirements = ()
-    wanted = [each.partition(";")[0].strip() for each in requirements]
-    return next((each for each in wanted if re.match(rf"{package}(?![\w.-])", each)), package)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

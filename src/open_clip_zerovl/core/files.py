@@ -84,14 +84,16 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             yield file
         return
     scratch = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    place: int | Path | None = scratch
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        remove_scratch(target)
-        place = _locked_if_possible(scratch)
+        _remove_unlocked(target.parent, f".{glob.escape(target.name)}.*.part")
+        with contextlib.suppress(UserError):  # a file system without locks
+            place = lock_file(scratch, create=True)
     except OSError as error:
         raise _refused(path, error) from error
     try:
-        with open(place, "wb", 1 << 20) as file:
+        with open(cast("int | Path", place), "wb", 1 << 20) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # so that the renamed file is not empty after a power cut
@@ -107,27 +109,14 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         scratch.unlink(missing_ok=True)
 
 
-def _locked_if_possible(scratch: Path) -> int | Path:
-    """Lock a new file for `remove_scratch`, or return its path where the file system has no locks."""
-    try:
-        return cast(int, lock_file(scratch, create=True))
-    except UserError:
-        return scratch
-
-
 def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
     """Write a file's content by `atomic_file`, with its UserError, text as UTF-8."""
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def remove_scratch(path: str | os.PathLike[str]) -> None:
-    """Remove what `atomic_file` has left beside `path` in processes that were killed and hold no lock."""
-    target = Path(os.path.realpath(path))
-    _remove_unlocked(target.parent, f".{glob.escape(target.name)}.*.part")
-
-
 def _remove_unlocked(place: Path, pattern: str) -> None:
+    """Remove what killed processes, which hold no lock, have left."""
     for scratch in place.glob(pattern):
         with contextlib.suppress(
             OSError, UserError

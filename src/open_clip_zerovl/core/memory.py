@@ -71,15 +71,6 @@ def available_bytes(device: torch.device) -> int | None:
     return min(limits) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if limits else None
 
 
-def total_bytes(device: torch.device) -> int | None:
-    """Ask for the memory of an accelerator, whoever fills it.
-
-    Returns:
-        None if it is unknown.
-    """
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
-
-
 @cache
 def keep_freed_memory() -> bool:
     """Let this process keep the memory that it frees, as a GPU's caching allocator does (glibc only).

@@ -66,17 +66,13 @@ _FIRST_SHELL_STEP = 0xFFFFFFF0  # SLURM's numbers of steps that are a shell or a
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def training_command(
-    arguments: Sequence[str], processes: int | None = 1, rendezvous: Sequence[str] = ()
-) -> list[str]:
+def training_command(arguments: Sequence[str], processes: int | None = 1) -> list[str]:
     """Make the command line of a training, whose exit status is its own and whose stop signals reach all of its processes.
 
     Args:
         arguments: the flags of `python -m training.main`.
         processes: ranks on this machine; torchrun starts more than one. None: one for each visible GPU, counted when the
             command runs.
-        rendezvous: torchrun's flags for a job of several machines (`--nnodes`, `--node-rank`, `--master-addr`,
-            `--master-port`). With any, torchrun also starts a single rank.
 
     Raises:
         UserError: the training program is not where it was installed.
@@ -92,7 +88,7 @@ def training_command(
             "or the installation is cut short; install open_clip_zerovl again"
         )
     count = EACH_GPU if processes is None else str(processes)
-    how = [] if processes == 1 and not rendezvous else [PROCESSES, count, *rendezvous, "--"]
+    how = [] if processes == 1 else [PROCESSES, count, "--"]
     return [sys.executable, str(program), *how, *arguments]
 
 
@@ -134,7 +130,9 @@ def _check(status: int, printed: Iterable[str], log: Path | None = None) -> None
     if status in (PREEMPTED_STATUS, 130, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT):
         raise TrainingStopped("the training was stopped; make the same call again to go on")
     if status != 0:
-        error = error_among(printed)
+        lines = [line.strip() for line in printed if line.strip()] or ["it printed nothing"]
+        errors = [line for line in lines[-_LAST_LINES:] if "error" in line.lower()]
+        error = (errors or lines)[-1].removeprefix("training.main: error: ")
         kind = TrainingStopped if status < 0 or status > 128 else UserError
         if MEMORY_FULL in error:
             kind = MemoryFull
@@ -154,18 +152,9 @@ class TrainingProcess:
     process: subprocess.Popen
     log: Path
 
-    def is_running(self) -> bool:
-        """Return whether the training has not ended yet."""
-        return self.process.poll() is None
-
-    def ask_to_stop(self) -> None:
-        """Ask the training to save a checkpoint and end, and return at once."""
-        if self.is_running():
-            self.process.send_signal(signal.SIGTERM)
-
     def stop(self) -> None:
         """Ask the training to save a checkpoint and end, wait for it, and kill it after ten minutes."""
-        self.ask_to_stop()
+        self.process.terminate()
         try:
             self.process.wait(timeout=_STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -273,13 +262,6 @@ def follow_training(
             child.wait()
         raise
     _check(status, printed)
-
-
-def error_among(printed: Iterable[str]) -> str:
-    """Find the last error among lines that a training printed, without the program's name, or the last line if none is one."""
-    lines = [line.strip() for line in printed if line.strip()]
-    errors = [line for line in lines[-_LAST_LINES:] if "error" in line.lower()]
-    return (errors or lines or ["it printed nothing"])[-1].removeprefix("training.main: error: ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -424,11 +406,6 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
     return visible
 
 
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """Count the NVIDIA GPUs that a process sees (`gpu_memories`)."""
-    return len(gpu_memories(environment))
-
-
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether torchrun, srun or mpirun has started this process as one of several ranks."""
     sizes = ("WORLD_SIZE", "SLURM_NTASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -480,7 +457,7 @@ def ranks_here(asked: int | None, device: str, environment: Mapping[str, str] = 
     elif device == "cpu":
         return asked or 1
     elif device == "cuda":
-        visible = visible_gpus(environment)
+        visible = len(gpu_memories(environment))
         only = environment.get("CUDA_VISIBLE_DEVICES")
         most, why = max(1, visible), f"visible GPUs here: {visible}"
         why += "" if only is None else f" (CUDA_VISIBLE_DEVICES={only})"

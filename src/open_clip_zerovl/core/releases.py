@@ -31,7 +31,7 @@ class ReleaseLine:
         name: "3.3.x".
         versions: the beginning of its releases' versions.
         read: the version that was read, and on which the tests run.
-        state: what `read` is, in words, where it is no release.
+        tested: `read` in words: "3.3.0", "main of 27 June 2026 (4.2.0.dev0)".
         precision: the default of `--precision`.
         optimizers: values of `--opt` besides timm/NAME.
         reports: values of `--report-to`.
@@ -40,15 +40,10 @@ class ReleaseLine:
     name: str
     versions: str
     read: str
-    state: str
+    tested: str
     precision: str
     optimizers: tuple[str, ...]
     reports: tuple[str, ...]
-
-    @property
-    def tested(self) -> str:
-        """Name the tested version: "3.3.0", "main of 27 June 2026 (4.2.0.dev0)"."""
-        return f"{self.state} ({self.read})" if self.state else self.read
 
     def untested(self, version: str) -> str | None:
         """Warn of a version that the tests were not run on.
@@ -65,12 +60,12 @@ class ReleaseLine:
 
 
 OPENCLIP_V3 = ReleaseLine(
-    "3.3.x", "3.3.", "3.3.0", state="", precision="amp", optimizers=("adamw",),
+    "3.3.x", "3.3.", "3.3.0", "3.3.0", precision="amp", optimizers=("adamw",),
     reports=("tensorboard", "wandb", "all"),
 )  # fmt: skip
 OPENCLIP_V4 = ReleaseLine(
-    "4.x", "4.", "4.2.0.dev0", state="main of 27 June 2026", precision="amp_bf16", optimizers=("adamw", "nadamw"),
-    reports=("tensorboard", "wandb", "trackio", "all"),
+    "4.x", "4.", "4.2.0.dev0", "main of 27 June 2026 (4.2.0.dev0)", precision="amp_bf16",
+    optimizers=("adamw", "nadamw"), reports=("tensorboard", "wandb", "trackio", "all"),
 )  # fmt: skip
 LINES = (OPENCLIP_V3, OPENCLIP_V4)
 

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.memory import total_bytes
 from open_clip_zerovl.core.randomness import RngState
 
 log = logging.getLogger(__name__)
@@ -497,7 +496,8 @@ class DeviceInputs:
 
 def input_room(device: torch.device) -> float:
     """Return the bytes of a device's memory that inputs may take between the passes."""
-    return INPUT_SHARE * (total_bytes(device) or 0)
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+    return INPUT_SHARE * memory
 
 
 def on_device(part: Any, device: torch.device) -> Any:

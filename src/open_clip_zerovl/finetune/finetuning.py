@@ -36,7 +36,7 @@ from open_clip_zerovl.core.files import (
     read_claim,
     write_atomically,
 )
-from open_clip_zerovl.core.processes import MEMORY_FULL, MemoryFull, usable_cores, visible_gpus
+from open_clip_zerovl.core.processes import MEMORY_FULL, MemoryFull, gpu_memories, usable_cores
 from open_clip_zerovl.data.splits import list_of_trained, trained_on
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.evaluate.curve import require_possible
@@ -202,7 +202,7 @@ def _facts(request: FinetuneRequest, prepared: Prepared) -> Facts:
     sources = {
         source.name: round(source.num_samples * source.weight) for source in prepared.sources
     }
-    gpus = 0 if request.start.device == "cpu" else visible_gpus()
+    gpus = 0 if request.start.device == "cpu" else len(gpu_memories())
     bf16 = False
     if gpus:
         import torch

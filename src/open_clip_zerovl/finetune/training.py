@@ -149,16 +149,16 @@ def _run(training: Training, say: Callable[[str], None]) -> None:
     child = start_training(arguments, training.processes, log=log)
     stopping, eta_after = False, 0.0
     try:
-        while child.is_running():
+        while child.process.poll() is None:
             time.sleep(_LOOK_SECONDS)
             if time.monotonic() > eta_after and (eta := last_eta(log, log_begin)) is not None:
                 say(f"about {eta} left if all {training.epochs} epochs are needed")
                 eta_after = time.monotonic() + _ETA_SECONDS
             _report(training, said, say)
             training.prune()
-            if not stopping and training.gave_up() and child.is_running():
+            if not stopping and training.gave_up() and child.process.poll() is None:
                 say(f"no better score for {training.patience} epochs: training ends")
-                child.ask_to_stop()
+                child.process.terminate()
                 stopping = True
     except BaseException:
         child.stop()

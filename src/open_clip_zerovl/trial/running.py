@@ -37,9 +37,9 @@ from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import check_writable, locked, write_atomically
 from open_clip_zerovl.core.processes import (
     TrainingStopped,
+    gpu_memories,
     ranks_here,
     start_training,
-    visible_gpus,
 )
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet
 from open_clip_zerovl.finetune.data import CAPTIONS
@@ -423,7 +423,7 @@ class Trial:
 
     def _flags(self, arm: str, rate: float) -> Settings:
         """Choose the training flags of an arm, but for the length of its run."""
-        on_gpu = self.request.start.device != "cpu" and visible_gpus() > 0
+        on_gpu = self.request.start.device != "cpu" and bool(gpu_memories())
         return {
             "model": self.inputs.model,
             "train-data": self.inputs.train_data,
