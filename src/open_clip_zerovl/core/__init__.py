@@ -1,1 +1,1 @@
-"""The ground floor: errors, files, random streams, memory, processes, lazy imports."""
+"""The ground floor: errors, flags, files, random streams, memory, processes, and the lines of open_clip."""
