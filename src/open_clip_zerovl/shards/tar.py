@@ -237,8 +237,9 @@ def locate_samples(
             os.fstat(descriptor).st_size,
             begin=begin,
             whole=whole,
+            descriptor=descriptor,
         )
-        for sample in group((each.name, each._replace(descriptor=descriptor)) for each in members):
+        for sample in group((member.name, member) for member in members):
             yield sample
             count += 1
     except (BrokenTar, OSError) as error:
@@ -342,13 +343,14 @@ def lacks_end(path: str | os.PathLike[str]) -> bool:
 
 
 def walk_tar(
-    read_at: ReadAt, total: int, *, begin: int = 0, whole: bool = True
+    read_at: ReadAt, total: int, *, begin: int = 0, whole: bool = True, descriptor: int = -1
 ) -> Iterator[Member]:
     """Yield the regular files of a tar of `total` bytes, in order. Mostly one read a member.
 
     Args:
         begin: where the headers of the first one begin.
         whole: the tar must have its end mark. Otherwise it also ends behind a whole file.
+        descriptor: of the members.
 
     Raises:
         BrokenTar: a tar that ends within a file (which has been yielded), an impossible header, bytes behind the end mark, or,
@@ -363,7 +365,11 @@ def walk_tar(
         if header == _ZEROS:
             _require_ended(_Headers(read_at, total, position).read, position)
             return
-        member = None if tar is not None and tar.pax_headers else _plain_member(header, position)
+        member = (
+            None
+            if tar is not None and tar.pax_headers
+            else _plain_member(header, position, descriptor)
+        )
         if member is not None:
             tar = None
             after = member.offset + -(-member.size // BLOCK) * BLOCK
@@ -387,7 +393,7 @@ def walk_tar(
                     walked = walk_tar(read_at, total)
                     before = itertools.takewhile(lambda each: each.header < begin, walked)
                     members = {each.name: each for each in before} | members
-                member = Member(info.name, *_extent(info, members), position)
+                member = Member(info.name, *_extent(info, members), position, descriptor)
                 members[member.name] = member
                 yield member
         if after > total:
@@ -443,7 +449,7 @@ def _warn(kind: str, words: str) -> None:
         )
 
 
-def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
+def _plain_member(header: bytes | bytearray, position: int, descriptor: int) -> Member | None:
     """Parse a plain header.
 
     A plain member is a regular file with a name of at most 100 bytes and a size in octal digits; nearly all members of shards
@@ -473,7 +479,7 @@ def _plain_member(header: bytes | bytearray, position: int) -> Member | None:
         name = header[:100].split(b"\0", 1)[0].decode("utf-8", errors="surrogateescape")
         if name.endswith("/"):
             return None
-        return Member(name, position + BLOCK, int(size, 8), position)
+        return Member(name, position + BLOCK, int(size, 8), position, descriptor)
     except ValueError:  # an 8 or a 9
         return None
 
