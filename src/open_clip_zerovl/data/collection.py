@@ -9,7 +9,6 @@ or a sample of a tar.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,26 +100,23 @@ def open_collection(data: str) -> Collection:
         )
     if not folder.exists() and not any(mark in data for mark in "={*:"):
         raise UserError(f"{data} does not exist; give a folder of pictures, shards or a table")
-    names: dict[str, str] = {}  # path of a picture -> the name that is shown
-    shards: list[tuple[Source, int]] = []
+    lost, shards = 0, None
     if folder.is_dir() and kind_of(data).kind not in ("shards", "packed"):
-        names = {
-            str(path.absolute()): str(path.relative_to(folder)) for path in picture_files(folder)
-        }
+        listed = list(picture_files(folder))
+        pictures = [path for path in listed if path.exists()]
+        lost = len(listed) - len(pictures)
+        files = [File(str(path.absolute()), str(path.relative_to(folder))) for path in pictures]
     else:
-        every = "::".join(map(_every_split, data.split("::")))
-        for source in parse_sources(every, evaluation=True):
-            shards += [(source, number) for number in range(len(source.shards))]
-    files: list[File] = []
-    for source, number in shards:
-        path = source.shards[number]
-        files.append(File(path, f"{source.name}/{Path(path).name}"))
-    files += [File(path, shown) for path, shown in names.items() if os.path.exists(path)]
+        sources = parse_sources("::".join(map(_every_split, data.split("::"))), evaluation=True)
+        shards = tuple((source, n) for source in sources for n in range(len(source.shards)))
+        files = [
+            File(path, f"{source.name}/{Path(path).name}")
+            for source in sources
+            for path in source.shards
+        ]
     if not files:
         raise UserError(f"{data} holds no pictures ({PICTURE_WORDS})")
-    return Collection(
-        data, tuple(files), tuple(shards) or None, len(names) + len(shards) - len(files)
-    )
+    return Collection(data, tuple(files), shards, lost)
 
 
 def picture_file(path: str) -> bytes | None:

@@ -277,7 +277,7 @@ class MixtureLoader:
         count = 0
         self._loader.worker_init_fn = worker_start()
         try:
-            batches = iter(self._loader)
+            batches: Iterator[Any] = iter(self._loader)
             if self.workers:
                 batches = handed_over(batches)
             # At exit before the clean-ups of torch and multiprocessing, which would wait for workers that ignore their SIGTERM.

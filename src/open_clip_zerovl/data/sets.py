@@ -316,22 +316,16 @@ def open_probe_set(spec: str | os.PathLike[str], role: str, *, label: str = "cls
     return _read_labelled(spec, shards_of_split(expand_shards(str(path)), role), label)
 
 
-def _of_files(
-    path: str, files: Sequence[str | os.PathLike[str]], labels: Sequence[str]
-) -> IndexedSet:
-    """Make a set of pictures that are files of their own."""
-    pairs = zip(files, labels, strict=True)
-    return IndexedSet(
-        path, [Picture(os.path.basename(file), file, label=label) for file, label in pairs]
-    )
-
-
 def _read_folder(path: Path) -> IndexedSet:
     classes = sorted(
         entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")
     )
     listed = {name: list_pictures(path / name, path) for name in classes}
-    pictures = [(file, name) for name, each in listed.items() for file in each.pictures]
+    pictures = [
+        Picture(file.name, file, label=name)
+        for name, each in listed.items()
+        for file in each.pictures
+    ]
     if not pictures:
         raise UserError(
             f"{path} is not a folder of class folders (no picture in {', '.join(classes[:5]) or 'a folder'}); expected "
@@ -339,9 +333,8 @@ def _read_folder(path: Path) -> IndexedSet:
         )
     for note in notes_of(listed):
         logging.warning(f"{path}: {note}")
-    labels = sorted({name for _, name in pictures}, key=class_order)
-    files = _of_files(str(path), [file for file, _ in pictures], [name for _, name in pictures])
-    return replace(files, names=names_beside(path, labels))
+    labels = sorted({picture.label for picture in pictures}, key=class_order)
+    return IndexedSet(str(path), pictures, names_beside(path, labels))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
