@@ -350,6 +350,7 @@ def test_what_transformers_cannot_hold_is_refused(tmp_path, home):
             {"custom_text": True},
         ),
         ("text tower computes", plain, {**CLIP_TEXT, "pool_type": "last"}, {}),
+        ("32 x 64 px, and transformers' are", {**plain, "image_size": [32, 64]}, bert, {}),
         ("logit_bias", plain, bert, {"init_logit_bias": -10}),
     ]
     for number, (words, vision, text, extra) in enumerate(cases):

@@ -65,7 +65,7 @@ def export_local_dir(
 
     `open_clip.create_model_and_transforms("local-dir:FOLDER")` and `open_clip.get_tokenizer("local-dir:FOLDER")`.
 
-    The folder is first written beside its destination. Stock open_clip loads it there; every tensor is compared with the
+    The folder is first written beside its destination. Stock open_clip loads it there. Every tensor is compared with the
     checkpoint, and the tokens of some texts with the run's tokenizer. Then the folder is renamed to its destination.
 
     Args:
@@ -324,7 +324,7 @@ def push_folder(folder: Path, repo: str, *, private: bool = False) -> str:
 
     The repository is made if it is missing.
 
-    Files of the repository that the folder does not have are kept; a card that is there is replaced (its history keeps it).
+    Files of the repository that the folder does not have are kept. A card that is there is replaced (its history keeps it).
 
     Args:
         folder: written by `export_local_dir` or `export_transformers`.

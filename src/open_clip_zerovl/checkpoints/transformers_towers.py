@@ -222,7 +222,7 @@ def image_tower(model: ClipModel) -> TransformersTower:
             torch.eye(len(visual.ln_post.weight)) if projection is None else projection.detach().T
         )
         has_first_norm = isinstance(visual.ln_pre, nn.LayerNorm)
-        side, patch = visual.image_size[0], visual.patch_size[0]  # pictures are square there
+        size, patch = visual.image_size, visual.patch_size
     elif isinstance(visual, TimmModel):
         trunk = visual.trunk
         of_trunk = {
@@ -235,12 +235,14 @@ def image_tower(model: ClipModel) -> TransformersTower:
         attention, activation = trunk.blocks[0].attn.num_heads, _activation(trunk.blocks[0].mlp.act)
         projection = _linear(visual.head.proj) if len(visual.head) else torch.eye(trunk.embed_dim)
         has_first_norm = False
-        side, patch = trunk.patch_embed.img_size[0], trunk.patch_embed.patch_size[0]
+        size, patch = trunk.patch_embed.img_size, trunk.patch_embed.patch_size
     else:
         refuse(f"its image tower {type(visual).__name__} is not a ViT")
+    if size[0] != size[1]:
+        refuse(f"its images are {size[0]} x {size[1]} px, and transformers' are square")
     sizes = {
-        "image_size": side,
-        "patch_size": patch,
+        "image_size": size[0],
+        "patch_size": patch[0],
         "hidden_act": activation,
         "num_attention_heads": attention,
         "layer_norm_eps": _norm_epsilon(visual),

@@ -71,7 +71,7 @@ WEIGHTS_FILE = "open_clip_model.safetensors"
 def read_state_dict(checkpoint: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the weights of a checkpoint under open_clip's own names, without `module.` and `_orig_mod.`, adapters merged.
 
-    Only tensors, plain containers and numbers are loaded (`load_pickled`); a pickle that wants to run code is refused.
+    Only tensors, plain containers and numbers are loaded (`load_pickled`). A pickle that wants to run code is refused.
 
     Raises:
         UserError: no such file, a file that does not load so, or one without weights.

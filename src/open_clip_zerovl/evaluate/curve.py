@@ -310,7 +310,7 @@ class Curve:
 
     @property
     def heads(self) -> dict[str, str]:
-        """Set -> its name with its kind."""
+        """Name each set with its kind."""
         kinds = {**dict.fromkeys(self.new, "new"), **dict.fromkeys(self.kept, "kept")}
         return {
             name: f"{name} ({kind}{', top-1 %' if name in self.chosen.accuracies else ''})"

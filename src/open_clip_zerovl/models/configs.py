@@ -317,8 +317,8 @@ def _vocabulary_size(folder: Path) -> int:
 def no_code_from_data() -> Iterator[None]:
     """Keep transformers from running Python files that came with a model, within the block or the decorated function.
 
-    A config may name such a file (`auto_map`) and set `trust_remote_code` itself; transformers would then import the file, or
-    ask on the terminal whether it may.
+    A config may name such a file (`auto_map`) and set `trust_remote_code` itself, so that transformers would import the
+    file, or ask on the terminal whether it may.
 
     Raises:
         UserError: a model that cannot be loaded without its own code.

@@ -60,7 +60,7 @@ def register_text_towers() -> None:
 
     Calling it again changes nothing.
 
-    transformers no longer reports weights that a tower leaves unused, such as a pooler's; it does report missing ones.
+    transformers no longer reports weights that a tower leaves unused, such as a pooler's. It does report missing ones.
     Where open_clip has other names than expected nothing is changed, and `check_model` refuses the towers as before.
     """
     from open_clip import hf_configs, hf_model

@@ -228,7 +228,7 @@ def draw_levels(axes: Any, levels: Mapping[str, tuple[float, str]], form: str = 
 
     Heights that are not finite are left out.
 
-    Levels of one number share a label; labels that would overprint each other are moved up.
+    Levels of one number share a label. Labels that would overprint each other are moved up.
     """
     labels: dict[str, tuple[float, list[str]]] = {}
     for label, (height, colour) in levels.items():
@@ -257,7 +257,7 @@ def draw_levels(axes: Any, levels: Mapping[str, tuple[float, str]], form: str = 
 def moving_average(values: np.ndarray, reach: int) -> np.ndarray:
     """Compute the mean of each value and up to `reach` neighbours on either side, fewer at the ends: (n,) -> (n,).
 
-    Values that are not finite (the loss of a diverged step) are left out; a mean of no values is NaN.
+    Values that are not finite (the loss of a diverged step) are left out. A mean of no values is NaN.
 
         moving_average([1, 2, 6], 1) -> [1.5, 3, 4]
     """
