@@ -139,7 +139,7 @@ TABLE: dict[str, list[tuple[str, str]]] = {
     "--grad-clip-norm": [("1.0", WORKS), ("0", "--grad-clip-norm 0.0 is out of range")],
     "--lock-text": [
         ("--lock-text-freeze-layer-norm", WORKS),
-        ("", "open_clip: Unfreezing LayerNorm is not supported"),
+        ("", "open_clip: AssertionError: Unfreezing LayerNorm is not supported"),
     ],
     "--lock-text-unlocked-layers": [
         ("1 --lock-text --lock-text-freeze-layer-norm", WORKS),
