@@ -330,6 +330,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     model = DistributedDataParallel(bert_clip())
     outside = Adapter(DistributedDataParallel(bert_clip()))
     outside.own = torch.nn.Parameter(torch.zeros(16, dtype=torch.float64))
+    plain = torch.ones((), dtype=torch.float64, requires_grad=True)
     attempts = {
         "local_loss": lambda: DecoupledGradientAccumulation(
             model, ClipLoss(local_loss=True, rank=rank, world_size=world_size)
@@ -354,6 +355,11 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "ragged ClipLoss": lambda: DecoupledGradientAccumulation(
             model, ClipLoss(gather_with_grad=True, rank=rank, world_size=world_size)
         ).backward(batches([2, 2 + rank])),
+        "a term that learns a tensor": lambda: DecoupledGradientAccumulation(
+            model,
+            ContrastiveLoss(rank=rank, world_size=world_size),
+            terms=lambda outputs, *_: {"head": (outputs["image_features"] * plain).sum()},
+        ).backward(batches([2, 2])),
         "a term that learns": lambda: DecoupledGradientAccumulation(
             model,
             ContrastiveLoss(rank=rank, world_size=world_size),
@@ -561,7 +567,8 @@ def test_what_cannot_be_right_over_ranks_is_refused(ranks):
         assert "static_graph" in seen["static_graph"]
         assert "at most 1 (over several ranks one must be replayed" in seen["retain"]
         assert "as many samples on each" in seen["ragged ClipLoss"]
-        assert "DistributedDataParallel does not average" in seen["a term that learns"]
+        for term in ("a term that learns", "a term that learns a tensor"):
+            assert "DistributedDataParallel does not average" in seen[term]
         for name in ("other_terms", "terms_of_one_rank"):
             assert "terms= must return the same names on every rank" in seen[name]
 

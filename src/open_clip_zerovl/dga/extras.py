@@ -12,6 +12,7 @@ So the first pass adds up s_k and c_k, and each backward pass takes s_k with the
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,6 +113,7 @@ class Extras:
         self._device = parameters[0].device
         self._averaged = {id(parameter) for parameter in parameters}
         self._leaves_checked = world_size == 1
+        self._others: list[weakref.ref[Tensor]] | None = None
 
     def of_teacher(self, inputs: tuple[Any, ...]) -> Outputs:
         """Compute the teacher's features of a micro-batch and its logit_scale, without graph, under the prefix of
@@ -229,12 +231,19 @@ class Extras:
             )
 
     def _check_leaves(self, sums: Outputs) -> None:
-        """Refuse a term, once, if it trains something outside of the model, where DDP does not average."""
+        """Refuse a term that trains something outside of the model, where DDP does not average.
+
+        Gradient checkpointing makes a leaf of what frozen embeddings return: another tensor in each pass, which trains nothing.
+        So a tensor that is not a parameter is refused when it comes a second time.
+        """
         with_graph = [total for total in sums.values() if total.requires_grad]
         if self._leaves_checked or not with_graph:
             return
-        self._leaves_checked = True
-        if any(id(leaf) not in self._averaged for leaf in leaves_of(with_graph)):
+        others = [leaf for leaf in leaves_of(with_graph) if id(leaf) not in self._averaged]
+        seen, self._others = self._others, [weakref.ref(leaf) for leaf in others]
+        self._leaves_checked = not others or seen is not None
+        came_before = {id(leaf) for each in seen or () if (leaf := each()) is not None}
+        if any(isinstance(leaf, nn.Parameter) or id(leaf) in came_before for leaf in others):
             raise UserError(
                 "terms= learns a tensor that is not the model's, which DistributedDataParallel does not average over ranks; "
                 "make it a part of the model (a head whose output the model returns)."
