@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import ended
 from scripts.drawn.make import prepare_emoji, write_pairs
 
 
@@ -39,16 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write the training pairs as DIR/pairs.csv and pictures",
     )
     options = parser.parse_args(argv)
-    try:
+
+    def run() -> None:
         prepare_emoji(options.out, px=options.px, seed=options.seed)
         if options.pairs is not None:
-            print(
-                f"{write_pairs(options.out, options.pairs):,} pairs are in {options.pairs / 'pairs.csv'}"
-            )
-    except UserError as error:
-        print(f"drawn: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+            count = write_pairs(options.out, options.pairs)
+            print(f"{count:,} pairs are in {options.pairs / 'pairs.csv'}")
+
+    return ended(run, "drawn")
 
 
 if __name__ == "__main__":

@@ -229,16 +229,6 @@ class PoolHits:
     text_units: Tensor
     chance: float
 
-    @property
-    def rsum(self) -> float:
-        """Recall at 1, 5 and 10 both ways in percent points, 0 to 600."""
-        return 100 * float(self.images.mean() + self.texts.mean())
-
-    @property
-    def size(self) -> int:
-        """Pictures of the pool, from which each caption retrieves."""
-        return len(self.images)
-
 
 @dataclass(frozen=True)
 class SourcePools:
@@ -254,15 +244,6 @@ class SourcePools:
     kinds: Mapping[str, Mapping[str, PoolHits]]
     units: int
     unit_of: Tensor
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of a source with the unit of each."""
-
-    images: Tensor
-    texts: Tensor
-    units: Tensor
 
 
 def source_pools(
@@ -282,7 +263,7 @@ def source_pools(
     every = [*features.items(), *(unseen or {}).items()]
     number: dict[Any, int] = {}  # of units
     units: dict[str, Tensor] = {}  # (n,) of each source
-    held_out: dict[str, _Rows] = {}
+    held_out: dict[str, tuple[Tensor, ...]] = {}  # images, texts, units
     for name, pairs in every:
         keys = [
             (name, row) if concept is None else concept
@@ -292,9 +273,8 @@ def source_pools(
             [number.setdefault(key, len(number)) for key in keys], dtype=torch.long
         )
         rows = pairs.held_out_rows()
-        held_out[name] = _Rows(
-            pairs.image_features[rows], pairs.text_features[rows], units[name][rows]
-        )
+        own = pairs.image_features[rows], pairs.text_features[rows], units[name][rows]
+        held_out[name] = own
     across = {}
     for name, pairs in features.items():
         for partner, other in features.items():
@@ -309,29 +289,22 @@ def source_pools(
                 across[f"{name}->{partner}"] = _pool(
                     pairs.image_features[mine], other.text_features[theirs], *labels
                 )
-    all_held_out = [held_out[name] for name in features]
-    mixed = _Rows(
-        *(
-            torch.cat([getattr(rows, part) for rows in all_held_out])
-            for part in ("images", "texts", "units")
-        )
-    )
+    mixed = tuple(map(torch.cat, zip(*(held_out[name] for name in features), strict=True)))
     kinds = {
-        "within": {name: _own_pairs(held_out[name]) for name in features},
+        "within": {name: _own_pairs(*held_out[name]) for name in features},
         "across": across,
-        "mixed": {"mixed": _own_pairs(mixed)},
-        "unseen": {name: _own_pairs(held_out[name]) for name in unseen or {}},
+        "mixed": {"mixed": _own_pairs(*mixed)},
+        "unseen": {name: _own_pairs(*held_out[name]) for name in unseen or {}},
     }
     return SourcePools(
-        {kind: pools for kind, pools in kinds.items() if pools}, len(number), mixed.units
+        {kind: pools for kind, pools in kinds.items() if pools}, len(number), mixed[2]
     )
 
 
-def _own_pairs(rows: _Rows) -> PoolHits:
-    """The pool in which the own pair is right."""
-    labels = torch.arange(len(rows.images))
-    hits = _pool(rows.images, rows.texts, labels, labels)
-    return replace(hits, image_units=rows.units, text_units=rows.units)
+def _own_pairs(images: Tensor, texts: Tensor, units: Tensor) -> PoolHits:
+    """Rank a pool in which the own pair is right."""
+    labels = torch.arange(len(images))
+    return replace(_pool(images, texts, labels, labels), image_units=units, text_units=units)
 
 
 def _pool(images: Tensor, texts: Tensor, image_labels: Tensor, text_labels: Tensor) -> PoolHits:

@@ -5,7 +5,7 @@
 Spherical k-means on the model's image features; A.6 does not say which features the paper used. A call after an interruption
 goes on with the features that are missing.
 
-    OUT/features/00000-1f3a....npy    (n, D) float16 of a shard and a model; a row of zeros is a picture that cannot be decoded
+    OUT/features/                     float16 features of each shard by this model
     OUT/cluster-000/00000.tar ...     the samples of a cluster, with sizes.json: as much disk as the source
     OUT/train-data.txt                the value of --train-data that makes each cluster a source
 
@@ -15,7 +15,6 @@ goes on with the features that are missing.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
 import json
 import re
@@ -23,67 +22,29 @@ import shutil
 import sys
 import tarfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.cluster import MiniBatchKMeans
-from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError, ended
-from open_clip_zerovl.core.files import atomic_file, write_atomically
+from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.core.processes import usable_cores
-from open_clip_zerovl.data.images import decode_image
+from open_clip_zerovl.data.sources import parse_sources
+from open_clip_zerovl.features.embed import embed_pictures
 from open_clip_zerovl.features.encoder import FrozenModel
+from open_clip_zerovl.features.sources import SourceSamples
 from open_clip_zerovl.shards.files import SIZES_FILE
-from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.tar import Sample, read_samples
 from scripts.paper.context_bias import shards_of
 
 BATCH_SAMPLES = 256
 PASSES = 10  # of k-means over the features
 LEFT_OUT = -1  # label of a sample whose picture cannot be decoded
-
-
-def features_of(shard: Path, model: FrozenModel, folder: Path) -> NDArray[np.float16]:
-    """Return the image features (n, D) of a shard, of an earlier call or computed now."""
-    state = shard.stat()
-    identity = [model.fingerprints["image"], shard.name, state.st_size, state.st_mtime_ns]
-    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    path = folder / f"{shard.stem}-{digest[:16]}.npy"
-    if path.is_file():
-        return np.load(path)
-    width = model.image_width()
-    rows = [np.zeros((0, width), np.float16)]
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        samples = read_samples(shard)
-        while batch := list(islice(samples, BATCH_SAMPLES)):
-            pixels = list(pool.map(lambda sample: _pixels(sample, model), batch))
-            decoded = {
-                number: picture for number, picture in enumerate(pixels) if picture is not None
-            }
-            features = torch.zeros(len(batch), width, dtype=torch.float16)
-            if decoded:
-                pictures = torch.stack(list(decoded.values()))
-                features[list(decoded)] = model.images(pictures).cpu().half()
-            rows.append(features.numpy())
-    table = np.concatenate(rows)
-    with atomic_file(path) as file:
-        np.save(file, table)
-    return table
-
-
-def _pixels(sample: Sample, model: FrozenModel) -> Tensor | None:
-    assert model.picture_transform is not None
-    try:
-        return model.picture_transform(decode_image(sample.image or b""))
-    except BadPicture:
-        return None
 
 
 def spherical_kmeans(
@@ -222,14 +183,17 @@ def cluster(
     Raises:
         UserError: no shards, a shard that cannot be read, or fewer pictures than clusters.
     """
-    shards = shards_of(source)
-    (out / "features").mkdir(parents=True, exist_ok=True)
-    tables = [
-        features_of(shard, model, out / "features")
-        for shard in tqdm(shards, desc="features", unit="shard")
-    ]
-    features = np.concatenate(tables)
-    decoded = features.any(axis=1)
+    (given,) = parse_sources(f"{source.name}={shards_of(source)[0].parent}")
+    store, _ = embed_pictures(
+        model,
+        SourceSamples([given], "image", strict=False),
+        out / "features",
+        dtype=torch.float16,
+        batch_size=BATCH_SAMPLES,
+        workers=usable_cores(),
+    )
+    features = np.concatenate([block.numpy() for block in store.blocks()])
+    decoded = store.ids != 0
     if decoded.sum() < clusters:
         raise UserError(
             f"{source} holds {decoded.sum()} pictures, fewer than {clusters} clusters; lower --clusters"
@@ -237,7 +201,8 @@ def cluster(
     found, centroids = spherical_kmeans(features[decoded], clusters, seed=seed)
     labels = np.full(len(features), LEFT_OUT, np.int32)
     labels[decoded] = dissolve_small(features[decoded], found, centroids, max(1, min_size))
-    bounds = np.cumsum([len(table) for table in tables])[:-1]
+    bounds = np.cumsum(given.sizes)[:-1]
+    shards = [Path(shard) for shard in given.shards]
     folders = write_clusters(shards, np.split(labels, bounds), out, shard_size)
     train_data = "::".join(
         f"{source.name}-{folder.name.removeprefix('cluster-')}={folder.absolute()}"

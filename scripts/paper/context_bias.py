@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from PIL import Image, ImageDraw
+from PIL import ImageDraw
 from tqdm import tqdm
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.shards.files import SIZES_FILE, write_shard
@@ -38,22 +38,18 @@ def caption_length(caption: str) -> Length:
     return len(caption.split()), len(caption)
 
 
-def with_frame(picture: Image.Image, width_px: int) -> Image.Image:
-    """The picture with a red frame drawn over its edge."""
-    picture = picture.convert("RGB")
-    ImageDraw.Draw(picture).rectangle(
-        (0, 0, picture.width - 1, picture.height - 1), outline=RED, width=width_px
-    )
-    return picture
-
-
 def framed(content: bytes) -> bytes:
-    """The picture with a red frame drawn over its edge, as a JPEG. BadPicture if it cannot be decoded."""
-    picture = decode_image(content)
+    """Draw a red frame over a picture's edge, as a JPEG.
+
+    Raises:
+        BadPicture: it cannot be decoded.
+    """
+    picture = decode_image(content).convert("RGB")
+    edge = (0, 0, picture.width - 1, picture.height - 1)
+    width_px = max(1, round(FRAME_SHARE * min(picture.size)))
+    ImageDraw.Draw(picture).rectangle(edge, outline=RED, width=width_px)
     buffer = io.BytesIO()
-    with_frame(picture, max(1, round(FRAME_SHARE * min(picture.size)))).save(
-        buffer, "JPEG", quality=95, subsampling=0
-    )
+    picture.save(buffer, "JPEG", quality=95, subsampling=0)
     return buffer.getvalue()
 
 
@@ -65,7 +61,11 @@ def shards_of(folder: Path) -> list[Path]:
 
 
 def pairs_of(shard: Path) -> Iterator[tuple[str, Sample]]:
-    """(caption, sample) of each sample with a caption and a picture. UserError for a shard that cannot be read."""
+    """Yield (caption, sample) of each sample with a caption and a picture.
+
+    Raises:
+        UserError: a shard that cannot be read.
+    """
     try:
         for sample in read_samples(shard):
             caption = sample.files.get("txt", b"").decode(errors="replace").strip()
@@ -153,16 +153,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("out", type=Path, help="folder in which NAME-long and NAME-short are made")
     options = parser.parse_args(argv)
-    try:
+
+    def run() -> None:
         done = write_halves(options.source, options.out)
-    except UserError as error:
-        print(f"context_bias.py: error: {error}", file=sys.stderr)
-        return 2
-    print(
-        f"{done['long']:,} pairs with long captions (from {done['long_from']} words on) and a red frame, {done['short']:,} "
-        f"with short ones; {done['bad']} pictures could not be decoded and were left out."
-    )
-    return 0
+        print(
+            f"{done['long']:,} pairs with long captions (from {done['long_from']} words on) and a red frame, {done['short']:,} "
+            f"with short ones; {done['bad']} pictures could not be decoded and were left out."
+        )
+
+    return ended(run, "context_bias.py")
 
 
 if __name__ == "__main__":

@@ -142,18 +142,26 @@ def convert_checkpoint(
     log.info("reading %s", checkpoint)
     weights = read_state_dict(checkpoint)
     encoder = split_weights(weights, checkpoint)
-    trunk, timm_name = _timm_skeleton(image_model)
+    configured = (get_model_config(image_model) or {}).get("vision_cfg") or {}
+    timm_name = configured.get("timm_model_name") or image_model
+    with torch.device("meta"):  # no memory for its weights
+        trunk = timm.create_model(timm_name, pretrained=False, num_classes=0)
     if other := trunk.state_dict().keys() ^ encoder.image.keys():
         raise UserError(
             f"the image tower of {checkpoint} is not a {timm_name}: {len(other)} names differ ({min(other)} ...)"
         )
-    trained_side, patch = _trained_side(encoder.image)
+    patch = encoder.image["patch_embed.proj.weight"].shape[-1]
+    positions = encoder.image["pos_embed"]
+    trained_side = math.isqrt(positions.shape[1] - 1) * patch
     side = image_size or trained_side
     if side % patch:
         raise UserError(
             f"--image-size {side} is not a multiple of the patches' {patch} px; give {side // patch * patch}"
         )
-    placed, vision_cfg = _placed(_at_size(encoder, side // patch), trunk, timm_name, side)
+    if side != trained_side:
+        positions = timm.layers.resample_abs_pos_embed(positions, [side // patch] * 2)
+    resized = replace(encoder, image={**encoder.image, "pos_embed": positions})
+    placed, vision_cfg = _placed(resized, trunk, timm_name, side)
 
     text_folder = Path(text_model).expanduser()
     source = str(text_folder.absolute()) if text_folder.is_dir() else text_model
@@ -226,18 +234,13 @@ def _notes(encoder: DualEncoder, trained_side: int, side: int, normalization: st
     return notes
 
 
-def _is_released(weights: dict[str, Tensor]) -> bool:
-    """True if a checkpoint has the layout of the paper's released code."""
-    return any(key.startswith("image_encoder.") for key in weights)
-
-
 def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
     """Sort all tensors of a checkpoint, of either layout, into its pieces.
 
     Raises:
         UserError: a tensor that belongs to no piece, a piece that is missing, projections of different widths.
     """
-    released = _is_released(weights)
+    released = any(key.startswith("image_encoder.") for key in weights)
     layout = _RELEASED if released else _OPEN_CLIP
     towers: dict[str, dict[str, Tensor]] = {"image": {}, "text": {}}
     singles: dict[str, Tensor] = {}
@@ -272,7 +275,9 @@ def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
         raise UserError(
             f"{checkpoint} has no {' and no '.join(piece.replace('_', ' ') for piece in missing)}"
         )
-    scale = singles.get("logit_scale", _logit_scale(singles.get("temperature")))
+    temperature = float(singles.get("temperature", INITIAL_TEMPERATURE))
+    clamped = min(max(temperature, TEMPERATURE_RANGE[0]), TEMPERATURE_RANGE[1])
+    scale = singles.get("logit_scale", torch.tensor(-math.log(clamped)))
     return DualEncoder(
         towers["image"],
         towers["text"],
@@ -283,40 +288,9 @@ def split_weights(weights: dict[str, Tensor], checkpoint: Path) -> DualEncoder:
     )
 
 
-def _logit_scale(temperature: Tensor | None) -> Tensor:
-    if temperature is None:
-        return torch.tensor(-math.log(INITIAL_TEMPERATURE))
-    low, high = TEMPERATURE_RANGE
-    return torch.tensor(-math.log(min(max(float(temperature), low), high)))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The image tower
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _timm_skeleton(image_model: str) -> tuple[timm.models.VisionTransformer, str]:
-    """The ViT without memory for its weights (on the meta device), and timm's name of it."""
-    name = ((get_model_config(image_model) or {}).get("vision_cfg") or {}).get(
-        "timm_model_name"
-    ) or image_model
-    with torch.device("meta"):
-        trunk = timm.create_model(name, pretrained=False, num_classes=0)
-    return trunk, name
-
-
-def _trained_side(image: dict[str, Tensor]) -> tuple[int, int]:
-    """Side in pixels of the images that the position embedding was made for, and of a patch."""
-    patch = image["patch_embed.proj.weight"].shape[-1]
-    return math.isqrt(image["pos_embed"].shape[1] - 1) * patch, patch
-
-
-def _at_size(encoder: DualEncoder, grid: int) -> DualEncoder:
-    """The encoder with the position embedding of `grid` patches a side."""
-    if encoder.image["pos_embed"].shape[1] == 1 + grid * grid:
-        return encoder
-    resized = timm.layers.resample_abs_pos_embed(encoder.image["pos_embed"], [grid, grid])
-    return replace(encoder, image={**encoder.image, "pos_embed": resized})
 
 
 def _placed(

@@ -196,7 +196,7 @@ def train_lars(
         )
         loss_sum, right = 0.0, 0
         for step in range(per_epoch):
-            parts = []
+            parts: list[tuple[Tensor, list[int]]] = []
             while sum(len(rows) for _, rows in parts) < batch:
                 parts.append(next(features))
             classes_of = targets[[row for _, rows in parts for row in rows]]

@@ -116,7 +116,12 @@ def micro_batch_that_fits(recipe: Recipe, memory_gib: float, settings: Settings)
 
 def data_flags(recipe: Recipe, data: Path) -> Settings:
     """--train-data of the recipe's sources, --retrieval-data of the sets that exist."""
-    flags: Settings = {"train-data": "::".join(_component(data / s, s) for s in recipe.sources)}
+    named = []
+    for source in recipe.sources:
+        clusters = data / source / "train-data.txt"  # written by scripts.paper.cluster
+        name = f"{source.split('/')[0]}={data / source}"
+        named.append(clusters.read_text("utf-8").strip() if clusters.is_file() else name)
+    flags: Settings = {"train-data": "::".join(named)}
     if five := [source.split("/")[0] for source in recipe.sources if source in FIVE_CAPTIONS]:
         flags["train-data-upsampling-factors"] = "::".join(f"{name}=5" for name in five)
     sets = [recipe.finetuned_on] if recipe.finetuned_on else RETRIEVAL_SETS
@@ -125,63 +130,31 @@ def data_flags(recipe: Recipe, data: Path) -> Settings:
     return flags
 
 
-def _component(folder: Path, source: str) -> str:
-    """Return the source as --train-data names it, or its clusters where `scripts.paper.cluster` wrote the folder."""
-    clusters = folder / "train-data.txt"
-    if clusters.is_file():
-        return clusters.read_text(encoding="utf-8").strip()
-    return f"{source.split('/')[0]}={folder}"
-
-
-def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str | None:
-    """A sentence that names the flags or data that the recipe lacks; None if it can start."""
-    if (need := needed(recipe, settings)) is not None:
-        return need
-    own_data = recipe.program == "training" and "train-data" in settings
-    said = [] if own_data else missing_data(recipe, data, settings)
-    return "; ".join(said) or None
-
-
-def needed(recipe: Recipe, settings: Settings) -> str | None:
-    """A sentence that asks for a flag without which the recipe cannot run; None if all are given."""
-    return next(
-        (
-            f"give --set {need}=... ({recipe.paper})"
-            for need in recipe.needs
-            if not settings.get(need)
-        ),
-        None,
-    )
-
-
-def missing_data(recipe: Recipe, data: Path, settings: Settings) -> list[str]:
-    """The recipe's folders under DATA that are not there or empty, in words."""
+def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str:
+    """Name the flag, or the folders under DATA, that the recipe lacks in a sentence, an empty one if it can start."""
+    for need in recipe.needs:
+        if not settings.get(need):
+            return f"give --set {need}=... ({recipe.paper})"
+    if recipe.program == "training" and "train-data" in settings:
+        return ""
     folders = [data / source for source in recipe.sources]
-    folders += (
-        [data / recipe.finetuned_on / "test"]
-        if recipe.finetuned_on and "retrieval-data" not in settings
-        else []
-    )
+    if recipe.finetuned_on and "retrieval-data" not in settings:
+        folders.append(data / recipe.finetuned_on / "test")
     absent = [str(folder) for folder in folders if not folder.is_dir()]
-    empty = [str(folder) for folder in folders if folder.is_dir() and not holds_data(folder)]
-    said = (
-        [f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not there"] if absent else []
-    )
-    said += (
-        [f"{', '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no data"] if empty else []
-    )
-    return (
-        [*said, "docs/datasets.md says how to make it (--data or DATA= names its folder)"]
-        if said
-        else []
-    )
-
-
-def holds_data(folder: Path) -> bool:
-    """True if a folder has shards, a table, or class folders in it."""
-    return any(
-        entry.suffix in (".tar", ".csv", ".tsv") or entry.is_dir() for entry in folder.iterdir()
-    )
+    empty = [
+        str(folder)
+        for folder in folders
+        if folder.is_dir()
+        and not any(e.suffix in (".tar", ".csv", ".tsv") or e.is_dir() for e in folder.iterdir())
+    ]
+    said = []
+    if absent:
+        said.append(f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not there")
+    if empty:
+        said.append(f"{', '.join(empty)} {'holds' if len(empty) == 1 else 'hold'} no data")
+    if said:
+        said.append("docs/datasets.md says how to make it (--data or DATA= names its folder)")
+    return "; ".join(said)
 
 
 def training_flags(
@@ -206,20 +179,6 @@ def training_flags(
     for flag in ("effective-batch", "batch-size"):
         flags.pop(flag, None)
     return flags
-
-
-def check_flags(arguments: Sequence[str]) -> None:
-    """Read the flags as training does, so that a mistake is reported now and not when a queued job starts.
-
-    Raises:
-        SystemExit: flags that training does not know or refuses.
-    """
-    from training.params import parse
-
-    try:
-        parse(arguments)
-    except UserError as error:
-        raise SystemExit(f"recipes.py: {error}") from error
 
 
 def probe_line(
@@ -313,14 +272,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def hardware_of(options: argparse.Namespace) -> Hardware:
-    """The hardware that the options name, else this machine's."""
-    found = gpu_memories()
-    gpus = len(found) if options.gpus is None else options.gpus
-    memory_gib = options.gpu_memory or min(found, default=0.0) or PAPER_GPU_GIB
-    return Hardware(gpus, memory_gib, options.nodes, options.processes)
-
-
 def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
     """True if the run goes to SLURM. A dry run on several nodes shows the sbatch command even without sbatch.
 
@@ -371,7 +322,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     recipe, data, settings = RECIPES[name], options.data.absolute(), parse_settings(options.set)
-    hardware, dry_run = hardware_of(options), options.dry_run
+    dry_run, found = options.dry_run, gpu_memories()
+    gpus = len(found) if options.gpus is None else options.gpus
+    memory_gib = options.gpu_memory or min(found, default=0.0) or PAPER_GPU_GIB
+    hardware = Hardware(gpus, memory_gib, options.nodes, options.processes)
     if missing := missing_for(recipe, data, settings):
         if not dry_run:
             raise SystemExit(f"recipes.py: {name}: {missing}")
@@ -386,8 +340,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     micro_batch, dga_steps = batching_of(recipe, hardware, settings)
     batch: Settings = {"batch-size": str(micro_batch), "dga-steps": str(dga_steps)}
     arguments = as_arguments({**batch, **flags})
-    if settings:  # tests check the table's own flags; the check imports torch
-        check_flags(arguments)
+    if settings:  # a mistake is reported before a job waits; tests check the table's own flags
+        from training.params import parse
+
+        try:
+            parse(arguments)
+        except UserError as error:
+            raise SystemExit(f"recipes.py: {error}") from error
     if options.plan:
         line = [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *arguments]
         return run_line(name, line, dry_run=dry_run)

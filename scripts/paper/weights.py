@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, ended
 from open_clip_zerovl.core.files import check_writable, write_atomically
 from scripts.tables import markdown_table
 
@@ -169,7 +169,7 @@ def compare(
     return comparisons
 
 
-def build_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -206,21 +206,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-size", type=int, default=64, help="images at once (default %(default)s)"
     )
-    return parser
+    options = parser.parse_args(argv)
+    return ended(lambda: run(options), "weights.py")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
+def run(options: argparse.Namespace) -> int:
+    """Compare, print and write; returns 0 if all numbers agree, else 1."""
     sets = {name: value for name in SIZES if (value := getattr(options, name))}
-    try:
-        checkpoints = parse_checkpoints(options.checkpoints)
-        if not sets:
-            raise UserError("no test set is given: COCO=SET, F30K=SET or both (--coco, --f30k)")
-        check_writable(options.out, folder=True)
-        comparisons = compare(options, checkpoints, sets)
-    except UserError as error:
-        print(f"weights.py: error: {error}", file=sys.stderr)
-        return 2
+    checkpoints = parse_checkpoints(options.checkpoints)
+    if not sets:
+        raise UserError("no test set is given: COCO=SET, F30K=SET or both (--coco, --f30k)")
+    check_writable(options.out, folder=True)
+    comparisons = compare(options, checkpoints, sets)
     text = (
         f"{table_of(comparisons)}\n\nZero-shot recalls in percent and their sum. Transform: squash 256, crop 224 (A.9). The "
         "first five captions of each image. float32.\n"

@@ -28,7 +28,7 @@ from open_clip_zerovl.models.build import (
     pretrained_text_of,
     with_text_model,
 )
-from scripts.drawn.vocabulary import write_bert
+from scripts.drawn.make import write_bert
 
 PAPER = ("zerovl-ViT-B-16-BERT-base", "zerovl-ViT-B-32-BERT-base", "zerovl-ViT-S-16-BERT-base")
 CAPTIONS = ["a red car on a road", "two dogs in the snow", "the moon above a tower"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from open_clip_zerovl.report.verdicts import student
 from support import align_records
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,35 @@ def test_the_page_says_what_the_options_did(protocol, records):
     assert said.format(*within[:3]) in page and len(found) == 7
     assert round(100 * (1 - 0.05 / 14), 2) == 99.64
     assert all(measure.low <= 0 for both in found.values() for measure in both)
+
+
+def test_the_page_says_how_other_pairs_changed_the_scores(records):
+    one, two = (
+        [align_records.measures_of(run) for run in records[setting, "default"].values()]
+        for setting in ("one", "two")
+    )
+    clothing, rsum = (
+        [sum(run[key] for run in runs) / len(runs) for runs in (one, two)]
+        for key in ("clothing", "rsum")
+    )
+    page = " ".join((ROOT / "docs" / "align.md").read_text(encoding="utf-8").split())
+    assert "clothing rose from {:.1f} to {:.1f} %".format(*clothing) in page
+    assert "on Flickr8k fell from {:.0f} to {:.0f}".format(*rsum) in page
+
+
+def test_the_page_has_the_row_of_one_pool(records):
+    runs, base = records["two", "debiased sampling"], records["two", "default"]
+    pool = [
+        (
+            runs[seed]["scores"]["flickr8k+products"]["rsum"]
+            - base[seed]["scores"]["flickr8k+products"]["rsum"]
+        )
+        / 6
+        for seed in sorted(runs)
+    ]
+    mean, low, high, _ = student(pool)
+    page = " ".join((ROOT / "docs" / "align.md").read_text(encoding="utf-8").split())
+    assert f"debiased sampling {mean:+.1f} ({low:+.1f} to {high:+.1f})" in page
 
 
 def test_each_record_is_a_run_of_the_protocol(protocol, records):

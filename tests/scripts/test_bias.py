@@ -15,6 +15,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from scripts.paper.bias import main, measure, read_pairs, rows_of
 from scripts.paper.bias_measures import (
+    PoolHits,
     SourceFeatures,
     log_p_by_query,
     ranks_by_label,
@@ -78,7 +79,7 @@ def test_concepts_that_repeat_or_are_missing_match_as_they_should():
     pools = source_pools({"a": a, "b": b})
     across = pools.kinds["across"]["a->b"]
     assert (
-        across.rsum == 600 and across.size == 3 and len(across.texts) == 2
+        rsum(across) == 600 and len(across.images) == 3 and len(across.texts) == 2
     )  # two dogs and a cat; a pair without concept stays out
     assert pools.units == 4 and pools.unit_of.tolist() == [
         0,
@@ -98,9 +99,13 @@ def rsum_and_size(features: dict[str, SourceFeatures]) -> dict[str, dict[str, tu
     """Kind of pools -> name -> (RSUM, pictures)."""
     kinds = source_pools(features).kinds
     return {
-        kind: {name: (pool.rsum, pool.size) for name, pool in own.items()}
+        kind: {name: (rsum(pool), len(pool.images)) for name, pool in own.items()}
         for kind, own in kinds.items()
     }
+
+
+def rsum(pool: PoolHits) -> float:
+    return 100 * float(pool.images.mean() + pool.texts.mean())
 
 
 def test_a_model_that_knows_only_the_source_gains_in_the_mixed_pool_alone():
@@ -185,6 +190,8 @@ def test_a_debiased_model_differs_from_a_biased_one_and_not_from_its_like():
         assert low < difference.value < high and (low if way > 0 else -high) > 0, kind
     low, high = rows["within"].differences["like"].interval
     assert low < 0 < high
+    assert rows["within"].chance == pytest.approx(2 * 100 * 16 / 60)
+    assert rows["probe_images"].chance == 50
     assert rows["across"].cells[0] == "RSUM across" and len(rows["across"].cells) == 2 + 3 + 2
 
 

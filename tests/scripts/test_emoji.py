@@ -7,6 +7,7 @@ finds, calls and checks it as it does the real one.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import sys
@@ -15,15 +16,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.shards.tar import read_samples
 from scripts import quickstart
 from scripts.drawn import __main__ as command
-from scripts.drawn import make, packages, vocabulary
-from scripts.drawn.emoji import PACKAGES, concept_of, read_sources
+from scripts.drawn import make, packages
+from scripts.drawn.emoji import PACKAGES, concept_of, is_blank, rasterise, read_sources
 from scripts.drawn.emoji import SOURCES as SETS
 from scripts.drawn.make import prepare_emoji, write_pairs
 from scripts.drawn.packages import NpmPackage, fetch_npm_package, hash_of
@@ -225,6 +228,22 @@ def test_sources_are_read_from_the_true_formats(tmp_path):
     assert "navy" not in sets["noto"][CONCEPTS[0]].svg
 
 
+def test_drawings_are_square_on_white_and_aliases_mirrored(tmp_path):
+    sets = read_sources(fake_packages(tmp_path))
+    flag = '<svg width="40" height="20" xmlns="http://www.w3.org/2000/svg"><path d="M0 0h40v20H0z" fill="#00f"/></svg>'
+    svgs = [*(sets["fluent"][concept].svg for concept in CONCEPTS[:2]), flag]
+    parent, alias, pixels = (
+        np.asarray(Image.open(io.BytesIO(rasterise(svg, 40)))).astype(int) for svg in svgs
+    )
+    assert np.abs(parent - parent[:, ::-1]).max() > 100  # the control: it is not symmetric itself
+    assert np.abs(alias - parent[:, ::-1]).max() < 32  # edges are sampled at other points
+    assert (pixels[[*range(10), *range(30, 40)]] == 255).all()
+    assert (pixels[10:30] == (0, 0, 255)).all()
+    empty = '<svg viewBox="0 0 8 8" xmlns="http://www.w3.org/2000/svg"></svg>'
+    dot = empty.replace("></", '><circle cx="4" cy="4" r="1" fill="#ddd"/></')
+    assert [is_blank(rasterise(svg, 16)) for svg in (empty, dot)] == [True, False]
+
+
 # ------------------------------------------------------------------------------------------------ the whole way
 
 
@@ -392,7 +411,7 @@ def test_the_bert_folder_works_in_open_clip_offline(emoji, monkeypatch):
     out = emoji
     tokenizer = HFTokenizer(str(out / "bert"), context_length=25)
     pieces = tokenizer.tokenizer
-    assert pieces.convert_ids_to_tokens(range(5)) == list(vocabulary.SPECIAL_TOKENS)
+    assert pieces.convert_ids_to_tokens(range(5)) == list(make.SPECIAL_TOKENS)
     assert (pieces.pad_token_id, pieces.cls_token, pieces.sep_token) == (0, "[CLS]", "[SEP]")
     samples = (
         s for source in SOURCES for p in (out / source).glob("*.tar") for s in read_samples(p)
