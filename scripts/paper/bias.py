@@ -21,7 +21,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -200,21 +200,13 @@ def _by_source(pairs: Sequence[Pair], images: Tensor, texts: Tensor) -> dict[str
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measures:
-    """The measurements of one model, kind -> number: as a function of the drawn units, and of a model that guesses."""
-
-    measures: Mapping[str, Measure]
-    chance: Mapping[str, float]
-
-
 def measure(
     features: Mapping[str, SourceFeatures],
     logit_scale: float,
     unseen: Mapping[str, SourceFeatures] | None = None,
     *,
     seed: int = 0,
-) -> Measures:
+) -> dict[str, tuple[Measure, float]]:
     """Measure one model.
 
     Args:
@@ -223,18 +215,21 @@ def measure(
         unseen: sources that were in no training.
         seed: seed of the probe's folds.
 
+    Returns:
+        kind -> its number as a function of the drawn units, and that of a model that guesses.
+
     Raises:
         UserError: what `source_pools`, the probe and log p refuse.
     """
     pools = source_pools(features, unseen)
     units, unit = pools.units, pools.unit_of
-    measures, chance = {}, {}
+    measures = {}
     for kind, of_kind in pools.kinds.items():
         terms = []
         for pool in of_kind.values():
             terms += [(pool.image_units, pool.images), (pool.text_units, pool.texts)]
-        measures[kind] = mean_over(terms, units, 100 / len(of_kind))
-        chance[kind] = fmean(pool.chance for pool in of_kind.values())
+        chance = fmean(pool.chance for pool in of_kind.values())
+        measures[kind] = mean_over(terms, units, 100 / len(of_kind)), chance
     rows = {name: pairs.held_out_rows() for name, pairs in features.items()}
     images = torch.cat([pairs.image_features[rows[name]] for name, pairs in features.items()])
     texts = torch.cat([pairs.text_features[rows[name]] for name, pairs in features.items()])
@@ -244,73 +239,64 @@ def measure(
     )
     for kind, embeddings in (("probe_images", images), ("probe_texts", texts)):
         guesses = source_probe_guesses(embeddings, sources, concepts=groups, seed=seed)
-        measures[kind] = mean_over([(unit, torch.from_numpy(guesses))], units, 100.0)
-        chance[kind] = 100 * max(len(own) for own in rows.values()) / len(unit)
+        chance = 100 * max(len(own) for own in rows.values()) / len(unit)
+        measures[kind] = mean_over([(unit, torch.from_numpy(guesses))], units, 100.0), chance
     log_p = log_p_by_query(images, texts, sources, logit_scale).sum(dim=1)  # over both directions
     for group, kind in enumerate(("log_p_same", "log_p_other")):
-        measures[kind] = mean_over([(unit, log_p[:, group])], units)
-        chance[kind] = -math.log(len(unit))
-    return Measures(measures, chance)
+        measures[kind] = mean_over([(unit, log_p[:, group])], units), -math.log(len(unit))
+    return measures
 
 
-@dataclass(frozen=True)
-class Number:
-    """A number with its interval over queries."""
+def rows_of(
+    measured: Mapping[str, Mapping[str, tuple[Measure, float]]],
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Compare models on the same draws of units, so that a difference leaves out how difficult the pairs are.
 
-    value: float
-    interval: tuple[float, float]
-
-    def text(self, form: str) -> str:
-        """Format as `12.3 [11.0 to 13.5]`."""
-        low, high = self.interval
-        return f"{self.value:{form}} [{low:{form}} to {high:{form}}]"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kind of measure: chance, model -> number, and model other than the first -> difference to the first."""
-
-    kind: str
-    chance: float
-    models: Mapping[str, Number]
-    differences: Mapping[str, Number]
-
-    @property
-    def cells(self) -> list[str]:
-        """The row of the table."""
-        form = ".2f" if self.kind.startswith("log_p") else ".1f"
-        numbers = [number.text(form) for number in self.models.values()]
-        differences = [number.text(f"+{form}") for number in self.differences.values()]
-        return [TITLES[self.kind], f"{self.chance:{form}}", *numbers, *differences]
-
-
-def rows_of(measured: Mapping[str, Measures], *, draws: int = DRAWS, seed: int = 0) -> list[Row]:
-    """Compare models on the same draws of units, so that a difference leaves out how difficult the pairs are."""
+    Returns:
+        For each kind of measure its `kind` and `chance`, the numbers of the `models`, and the `differences` of the others to
+        the first model; a number has a `value` and an `interval` over queries.
+    """
     first, *others = measured
-    drawn = resampled(
+    numbers = {
+        f"{name} {kind}": number
+        for name, own in measured.items()
+        for kind, (number, _) in own.items()
+    }
+    drawn = resampled(numbers, draws, seed)
+
+    def compared(kind: str, *names: str) -> dict[str, Any]:
+        """Write a model's number, or its difference to that of a second model."""
+        value, *base = (numbers[f"{name} {kind}"].value for name in names)
+        of_draws, *base_of_draws = (drawn[f"{name} {kind}"] for name in names)
+        return {
+            "value": value - sum(base),
+            "interval": interval(of_draws - sum(base_of_draws)),
+        }
+
+    return [
         {
-            f"{name} {kind}": numbers
-            for name, own in measured.items()
-            for kind, numbers in own.measures.items()
-        },
-        draws,
-        seed,
-    )
-    rows = []
-    for kind, chance in measured[first].chance.items():
-        values = {name: own.measures[kind].value for name, own in measured.items()}
-        models = {
-            name: Number(value, interval(drawn[f"{name} {kind}"])) for name, value in values.items()
+            "kind": kind,
+            "chance": chance,
+            "models": {name: compared(kind, name) for name in measured},
+            "differences": {name: compared(kind, name, first) for name in others},
         }
-        differences = {
-            name: Number(
-                values[name] - values[first],
-                interval(drawn[f"{name} {kind}"] - drawn[f"{first} {kind}"]),
-            )
-            for name in others
-        }
-        rows.append(Row(kind, chance, models, differences))
-    return rows
+        for kind, (_, chance) in measured[first].items()
+    ]
+
+
+def cells_of(row: Mapping[str, Any]) -> list[str]:
+    """Write a row of the table, numbers as `12.3 [11.0 to 13.5]`."""
+    form = ".2f" if row["kind"].startswith("log_p") else ".1f"
+    cells = [TITLES[row["kind"]], f"{row['chance']:{form}}"]
+    for part, sign in (("models", ""), ("differences", "+")):
+        for number in row[part].values():
+            low, high = number["interval"]
+            value, low, high = (f"{each:{sign}{form}}" for each in (number["value"], low, high))
+            cells.append(f"{value} [{low} to {high}]")
+    return cells
 
 
 def bias(options: argparse.Namespace) -> None:
@@ -340,7 +326,7 @@ def bias(options: argparse.Namespace) -> None:
     if lacking := {source.name for source in sources} - {*owners}:
         raise UserError(f"source {min(lacking)} has no held-out pair; leave --held-out out")
     check_source_probe(owners, probe_groups([seen[row].concept for row in held_out]))
-    measured: dict[str, Measures] = {}
+    measured: dict[str, dict[str, tuple[Measure, float]]] = {}
     for name, encoder in models.items():
         model = FrozenModel.load(encoder)
         images, texts = encode(model, [*seen, *rest], name)
@@ -350,15 +336,13 @@ def bias(options: argparse.Namespace) -> None:
     rows = rows_of(measured, draws=options.draws, seed=options.seed)
     first, *rest_names = models
     header = ["", "chance", *models, *(f"{name} - {first}" for name in rest_names)]
-    print(text_table(header, [row.cells for row in rows]))
+    print(text_table(header, list(map(cells_of, rows))))
     print(
         f"Brackets: 95 % intervals over queries, from {options.draws:,} draws of concepts (a pair without one counts by "
         "itself). Another seed of training may turn any difference."
     )
     if options.out is not None:
-        write_atomically(
-            options.out / "bias.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n"
-        )
+        write_atomically(options.out / "bias.json", json.dumps(rows, indent=1) + "\n")
         print(f"Written: {options.out / 'bias.json'}")
 
 
