@@ -15,12 +15,6 @@ CELL_SECONDS = 900
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-def is_progress_bar(output: Any) -> bool:
-    """True for a widget, and for a line of the terminal that is written over."""
-    written_over = output.get("name") == "stderr" and output.text.startswith("\r")
-    return WIDGET in output.get("data", {}) or written_over
-
-
 def execute(path: Path) -> None:
     """Execute a notebook in its folder, in this environment, and write its outputs into it.
 
@@ -46,7 +40,8 @@ def remove_progress_bars(notebook: Any) -> None:
     for cell in notebook.cells:
         outputs: list[Any] = []
         for output in cell.get("outputs", ()):
-            if is_progress_bar(output):
+            written_over = output.get("name") == "stderr" and output.text.startswith("\r")
+            if WIDGET in output.get("data", {}) or written_over:
                 continue
             if outputs and "text" in output and outputs[-1].get("name") == output.name:
                 outputs[-1].text += output.text

@@ -1,6 +1,6 @@
 """Run the commands of docs/quickstart.md as they stand, and put their output into the page.
 
-    python -m scripts.quickstart [--folder build/quickstart] [--write] [--instead "--epochs 10=--epochs 1"]
+    python -m scripts.quickstart [--folder build/quickstart] [--write]
 
 A line of the page that begins with `$ ` is a command. The lines below it, up to the next command or the end of the block, are
 lines of its output: each must be printed, in this order, with any numbers; `...` stands for lines that the page leaves out.
@@ -135,21 +135,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=ROOT / "build" / "quickstart",
         help="new or empty; default %(default)s",
     )
-    parser.add_argument(
-        "--instead",
-        action="append",
-        default=[],
-        metavar="OLD=NEW",
-        help="another text of the pages",
-    )
     parser.add_argument("--write", action="store_true", help="put the output into the page")
     options = parser.parse_args(argv)
-    if options.write and options.instead:
-        parser.error("--write is for the page as it stands; leave --instead out")
     options.folder.mkdir(parents=True, exist_ok=True)
     if any(options.folder.iterdir()):
         raise SystemExit(f"quickstart: {options.folder} is not empty; give another --folder")
-    page = run(PAGE, options.folder, dict(one.split("=", 1) for one in options.instead))
+    page = run(PAGE, options.folder, {})
     if options.write:
         PAGE.write_text(page, encoding="utf-8")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -150,12 +150,16 @@ def serve(listener: socket.socket) -> dict | None:
             for pid in list(children):
                 found, status = os.waitpid(pid, os.WNOHANG)
                 if found:
-                    _tell(children.pop(pid), os.waitstatus_to_exitcode(status))
+                    connection = children.pop(pid)
+                    with contextlib.suppress(OSError):  # the stub was killed
+                        connection.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
+                    connection.close()
         for pid, connection in list(children.items()):
             if connection in ready:
-                for number in _received(connection) or [
-                    signal.SIGKILL
-                ]:  # without its stub it ends too
+                numbers = b""
+                with contextlib.suppress(ConnectionError):
+                    numbers = connection.recv(64)
+                for number in numbers or [signal.SIGKILL]:  # without its stub it ends too
                     os.kill(pid, number)
         if listener in ready:
             connection, _ = listener.accept()
@@ -176,19 +180,6 @@ def serve(listener: socket.socket) -> dict | None:
             for fd in fds:
                 os.close(fd)
             children[pid] = connection
-
-
-def _received(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(64)
-    except ConnectionError:
-        return b""
-
-
-def _tell(connection: socket.socket, status: int) -> None:
-    with contextlib.suppress(OSError):  # the stub was killed
-        connection.sendall(struct.pack("!i", status))
-    connection.close()
 
 
 def become(request: dict, base: list[str], python: str) -> None:
