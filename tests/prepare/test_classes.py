@@ -187,25 +187,19 @@ def test_a_split_is_no_source(packed, tmp_path):
     assert [entry["folder"] for entry in found["written"]] == ["texts/train", "texts/test"]
 
 
-def test_clip_benchmark_reads_the_classes(packed, tmp_path):
+def test_clip_benchmark_reads_the_held_out_set_and_the_classes(packed, tmp_path):
     from clip_benchmark.datasets.builder import build_dataset
 
     packed(class_folders(tmp_path / "in"), test_share=0.3)
-    (tmp_path / "out/dataset_type.txt").write_text(
-        "classification\n"
-    )  # it is a retrieval set, too, as it was packed
-    options = {
-        "root": str(tmp_path / "out"),
-        "split": "test",
-        "transform": None,
-        "task": "zeroshot_classification",
-    }
-    dataset = build_dataset("wds/mine", **options)
-    assert dataset.classes == ["hat", "shoe", "sun hat"] and len(dataset.templates) == len(
-        ZERO_SHOT_TEMPLATES
-    )
+    options = {"root": str(tmp_path / "out"), "split": "test", "transform": None}
     samples = samples_of(tmp_path / "out/test")
-    assert [int(label) for _, label in dataset] == [int(sample.files["cls"]) for sample in samples]
+    captioned = build_dataset("wds/mine", task="zeroshot_retrieval", **options)
+    assert [texts for _, texts in captioned] == [[s.files["txt"].decode()] for s in samples]
+    (tmp_path / "out/dataset_type.txt").write_text("classification\n")  # by hand
+    dataset = build_dataset("wds/mine", task="zeroshot_classification", **options)
+    assert dataset.classes == ["hat", "shoe", "sun hat"]
+    assert len(dataset.templates) == len(ZERO_SHOT_TEMPLATES)
+    assert [int(label) for _, label in dataset] == [int(s.files["cls"]) for s in samples]
 
 
 def test_a_folder_around_the_classes_does_not_count(packed, tmp_path):
@@ -214,60 +208,6 @@ def test_a_folder_around_the_classes_does_not_count(packed, tmp_path):
     found = packed(tmp_path / "in", columns=Columns(source="folder"))
     assert [entry["source"] for entry in found["written"]] == ["shop", "web"]
     assert list(found["classes"]) == ["hat", "shoe", "sun hat"]
-
-
-def flat(folder: Path) -> Path:
-    folder.mkdir()
-    for number in range(4):
-        (folder / f"{number}.png").write_bytes(picture(number))
-    return folder
-
-
-def uneven(folder: Path) -> Path:
-    (class_folders(folder) / "hat/0.png").rename(folder / "0.png")
-    return folder
-
-
-def one_class(folder: Path) -> Path:
-    folder.mkdir()
-    flat(folder / "hat")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("make", "settings", "sentence"),
-    [
-        (
-            flat,
-            {},
-            r"has 4 pictures and no captions: .* write the caption of 0.png into 0.txt, give a table .*CLASS/PICTURE",
-        ),
-        (uneven, {}, r"has 18 pictures and no captions"),
-        (
-            uneven,
-            {"form": "classes"},
-            r"has no pictures of two classes or more, each in a folder CLASS/PICTURE or",
-        ),
-        (
-            one_class,
-            {"form": "classes"},
-            r"has no pictures of two classes or more",
-        ),
-        (
-            class_folders,
-            {"templates": ("a hat",)},
-            r"--template 'a hat' has no place for the class.*: write \{\} once",
-        ),
-        (
-            class_folders,
-            {"columns": Columns(source="folder")},
-            r"no column 'folder': sort the pictures into SOURCE/CLASS/",
-        ),
-    ],
-)
-def test_folders_that_are_not_of_classes_get_a_sentence(make, settings, sentence, packed, tmp_path):
-    with pytest.raises(UserError, match=sentence):
-        packed(make(tmp_path / "in"), **settings)
 
 
 def test_pictures_without_a_class_may_stand_beside_classes(packed, tmp_path):
@@ -301,21 +241,6 @@ def test_a_class_whose_name_is_not_utf8_is_refused_row_by_row(packed, tmp_path):
     found = packed(given)
     assert found["pictures"] == 12 and list(found["classes"]) == ["hat", "sun hat"]
     assert sum(entry["rows"] for entry in found["refused"].values()) == 6
-
-
-def test_templates_need_classes(packed, tmp_path):
-    given = flat(tmp_path / "in")
-    for number in range(4):
-        (given / f"{number}.txt").write_text("a hat")
-    with pytest.raises(UserError, match="--template needs a folder of classes"):
-        packed(given, templates=("a {}",))
-
-
-def test_a_training_on_classes_takes_captions_as_positives(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr("open_clip_zerovl.prepare.report.FEWEST", 1)
-    found = packed(class_folders(tmp_path / "in"))
-    proposed = commands(found, tmp_path / "out")[-1]
-    assert "zerovl train" in proposed and "--positives" not in proposed  # it is the default here
 
 
 @pytest.mark.parametrize(

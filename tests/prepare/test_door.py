@@ -252,25 +252,29 @@ def test_a_retrieval_set_is_its_split_or_all_of_a_table_without_splits(tmp_path)
     assert [len(texts) for texts in open_retrieval_set(place).captions(None)] == [2, 2, 2]
 
 
-@pytest.mark.timeout(60)
-def test_rotten_rows_are_refused_with_their_reasons(tmp_path):
-    """A pipe or a device as picture does not hang."""
-    write_table(tmp_path / "in", 11)
-    (tmp_path / "in/3.png").unlink()
-    (tmp_path / "in/4.png").write_bytes(b"rotten")
-    (tmp_path / "in/9.png").unlink()
-    os.mkfifo(tmp_path / "in/9.png")
-    rows = [f"{n}.png\ttitle {n}".encode() for n in range(11)]
-    rows[5], rows[6], rows[7] = b"5.png", b"6.png\t\xff\xfe", b"\x007.png\tx"
-    rows[10] = b"/dev/zero\tdevice"
-    table = tmp_path / "in/pairs.tsv"
-    table.write_bytes(b"\n".join([b"\xef\xbb\xbffilepath\ttitle", *rows]) + b"\n\n")
-    (tmp_path / "in/pairs.csv").unlink()
-    said: list[str] = []
-    (source,) = parse_sources(as_shards(f"t={tmp_path}/in", say=said.append))
-    assert set(pairs(source)) == {f"title {n}" for n in (0, 1, 2, 8)}
-    for reason in ("1 not a picture", "1 caption not UTF-8", "1 fewer fields than the header"):
-        assert reason in said[-1], said
+def test_karpathys_file_is_the_same_set_by_itself_and_packed(tmp_path):
+    """In the form of dataset_flickr8k.json: no `filepath`, no `cocoid`; one split at a time."""
+    write_table(tmp_path / "in", 8)
+    images = [
+        {"filename": f"{n}.png", "split": ("train", "restval", "val", "test")[n % 4], "imgid": n,
+         "sentids": [2 * n, 2 * n + 1],
+         "sentences": [{"raw": f"a  dog {n}, {k}.", "tokens": ["a"], "imgid": n, "sentid": 2 * n + k} for k in (0, 1)]}
+        for n in range(8)
+    ]  # fmt: skip
+    file = tmp_path / "dataset_flickr8k.json"
+    file.write_text(json.dumps({"images": images, "dataset": "flickr8k"}))
+    text = f"{file}@{tmp_path}/in"
+    (alone,) = parse_retrieval_data(sets_as_shards(text)).values()
+    data = as_shards(f"k={text}").partition("=")[2]
+    for split, count in (("train", 4), ("val", 2), ("test", 2)):
+        contents = [
+            {sample.content(): sample.captions for sample in samples}
+            for samples in (
+                open_retrieval_set(alone, split).samples,
+                open_retrieval_set(f"{data}/{split}", split).samples,
+            )
+        ]
+        assert contents[0] == contents[1] and len(contents[0]) == count
 
 
 @settings(max_examples=40, deadline=None)

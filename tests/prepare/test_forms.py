@@ -20,7 +20,6 @@ from open_clip_zerovl.prepare.columns import texts_of
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.rows import public_name
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
-from open_clip_zerovl.prepare.store import Candidate, Exclusion
 from open_clip_zerovl.shards.tar import image_of, read_samples
 from support.pairs import ARROW_FORMS, FORMS, as_csv, as_folder, make_pairs, picture, samples_of
 from support.servers import HostileServer, ShardServer, photo
@@ -170,24 +169,6 @@ def test_another_seed_gives_another_order_and_held_out_set_and_more_data_keeps_i
     assert set(keys["one"]["train"]) < set(keys["more"]["train"])
     names = [sample.files["txt"].decode() for sample in samples_of(tmp_path / "one-out/x/train")]
     assert names != sorted(names)  # the order of the input is not that of the shards
-
-
-def test_pictures_are_left_out_before_they_are_written(packed, tmp_path):
-    seen: list[Candidate] = []
-
-    def keys(candidates):
-        for candidate in candidates:
-            seen.append(candidate)
-            if candidate.content() == picture(3) and candidate.split == "train":
-                yield candidate.key
-
-    exclusion = Exclusion("near a test set", keys, "a test set")
-    found = packed(as_folder(tmp_path / "in", make_pairs()), exclusions=[exclusion], test_share=0.1)
-    assert len(seen) == 12 and {one.split for one in seen} == {"train", "test"}
-    assert found["dropped"] == {"near a test set": 1} and found["pictures"] == 11
-    assert picture(3) not in [
-        sample.files.get("png") for sample in samples_of(tmp_path / "out/train")
-    ]
 
 
 def test_larger_pictures_are_made_smaller_and_turned_ones_upright(packed, tmp_path):
@@ -358,11 +339,3 @@ def test_parquet_at_an_address_packs_as_the_files_do(packed, tmp_path):
         with pytest.raises(UserError, match=r"9\.parquet cannot be fetched \(no such file"):
             packed(f"x={server.url('9.parquet')}", out="none")
     assert packed(address, out="remote", **SPLIT)["pictures"] == 9  # without the server
-
-
-def test_the_folder_of_one_source_is_its_retrieval_set(packed, tmp_path):
-    """refused.csv, which lies in the folder, is no table of samples; a training reads the training shards."""
-    packed(as_csv(tmp_path / "in", make_pairs(40)), test_share=0.2)
-    assert len(open_retrieval_set(tmp_path / "out")) > 0
-    (source,) = parse_sources(f"x={tmp_path / 'out'}")
-    assert source.shards == (str(tmp_path / "out/train/00000.tar"),)

@@ -96,6 +96,20 @@ def files(**contents: bytes) -> Callable[[Path], Path]:
     return make
 
 
+def classes(folder: Path, *, only: str = "hat") -> Path:
+    """One class of four pictures, and beside it two of another one."""
+    for number in range(6):
+        file = folder / (only if number < 4 else "shoe") / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(picture(number))
+    return folder
+
+
+def uneven_classes(folder: Path) -> Path:
+    (classes(folder) / "hat/0.png").rename(folder / "0.png")
+    return folder
+
+
 BOXES = (
     b'{"images": [{"id": 1, "file_name": "1.png"}], "annotations": [{"image_id": 1, "bbox": []}]}'
 )
@@ -243,6 +257,36 @@ MISTAKES: dict[
         r"source 'a' has 1 picture, and --test-share 0.1 holds at least one of each source out",
         {"columns": Columns(source="kind"), "test_share": 0.1},
     ),
+    "pictures alone": (
+        lambda folder: classes(folder) / "hat",
+        r"has 4 pictures and no captions: .* write the caption of 0.png into 0.txt, give a table .*CLASS/PICTURE",
+    ),
+    "a picture beside classes": (uneven_classes, r"has 6 pictures and no captions"),
+    "uneven classes": (
+        uneven_classes,
+        r"has no pictures of two classes or more, each in a folder CLASS/PICTURE or",
+        {"form": "classes"},
+    ),
+    "one class": (
+        lambda folder: classes(folder, only="shoe"),
+        r"has no pictures of two classes or more",
+        {"form": "classes"},
+    ),
+    "a template without a place": (
+        classes,
+        r"--template 'a hat' has no place for the class.*: write \{\} once",
+        {"templates": ("a hat",)},
+    ),
+    "templates without classes": (
+        two_pairs,
+        "--template needs a folder of classes",
+        {"templates": ("a {}",)},
+    ),
+    "sources of one level": (
+        classes,
+        r"no column 'folder': sort the pictures into SOURCE/CLASS/",
+        {"columns": Columns(source="folder")},
+    ),
     "sources of one name": (
         "image,caption,kind\n0.png,x,a b\n1.png,y,a/b\n",
         r"the sources 'a b' and 'a/b' \(column 'kind'\) would both be called 'a-b'",
@@ -373,6 +417,15 @@ def pipes_and_devices(folder: Path) -> Path:
     return given
 
 
+def pictures_that_are_none(folder: Path) -> Path:
+    """A pipe and a device do not hang."""
+    rows = ["0.png,x", "pipe.png,x", "/dev/zero,x", "\0.png,x", "rotten.png,x", "gone.png,x"]
+    given = table(folder, "\n".join(["image,caption", *rows]) + "\n")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "rotten.png").write_bytes(b"rotten")
+    return given
+
+
 def texts_in_five_encodings(folder: Path) -> Path:
     given = table(folder, "plain", "5.txt").parent
     for number, encoding in enumerate(("utf-16", "utf-8-sig", "utf-32", "latin-1", "utf-16-le")):
@@ -406,6 +459,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
             "picture missing": 1,
             "no text of its name": 1,  # beside a link that leaves the folder
         },
+    ),
+    "pictures that are none": (
+        pictures_that_are_none,
+        1,
+        {"picture cannot be read": 2, "picture missing": 2, "not a picture": 1},
     ),
     "byte-order marks and none": (
         texts_in_five_encodings,

@@ -334,23 +334,6 @@ def test_coco_becomes_training_pairs_and_test_sets(tmp_path):
         assert not check_shards(out / split, hashes=True, progress=False).faults
 
 
-def test_clip_benchmark_reads_the_test_set(tmp_path):
-    from clip_benchmark.datasets.builder import build_dataset
-
-    file, folder = karpathy(tmp_path, coco=False)
-    made("f30k", tmp_path / "f30k", [file, folder])
-    dataset = build_dataset(
-        "wds/f30k",
-        root=str(tmp_path / "f30k"),
-        split="test",
-        transform=None,
-        task="zeroshot_retrieval",
-    )
-    samples = list(dataset)
-    assert sorted(len(captions) for _, captions in samples) == [5, 7]
-    assert samples[0][0].size == (400, 300)
-
-
 @pytest.mark.parametrize("fault", ["no picture", "missing"])
 def test_a_test_set_that_lacks_a_picture_is_refused(tmp_path, fault):
     file, folder = karpathy(tmp_path)
