@@ -59,7 +59,7 @@ def test_cc_lists_in_either_order_with_and_without_header(tmp_path):
     expected = [(pairs[0][1], "a dog"), (pairs[1][1], "two cats , \u00e9")]
 
     def read(path: Path) -> list:
-        return [(row.image, " ".join(row.captions[0].split())) for row in tsv_pairs(path)]
+        return [(row.image, " ".join(row.captions[0].split())) for row in tsv_pairs([path])]
 
     headed = "caption\turl\n" + caption_first, "url\tcaption\n" + address_first
     for text in (caption_first, address_first, *headed, caption_first.replace("\n", "\r\n")):
@@ -74,16 +74,16 @@ def test_a_broken_line_is_a_row_and_a_broken_list_is_refused(tmp_path):
     listed.write_bytes(
         b"a dog\thttp://a.example/1.jpg\nno tab\n\xff\xfe bytes\thttp://a.example/3.jpg\n"
     )
-    rows = list(tsv_pairs(listed))
+    rows = list(tsv_pairs([listed]))
     assert len(rows) == 3 and rows[1].captions == [""]
     assert rows[2].image == "http://a.example/3.jpg"
     for content in (b"<html><body>Sign in</body></html>\n", b"", b"a\tb\nc\td\n"):
         listed.write_bytes(content)
         with pytest.raises(UserError, match="is not a list of captions and addresses"):
-            list(tsv_pairs(listed))
+            list(tsv_pairs([listed]))
     listed.write_bytes(b"not gzip")
     with pytest.raises(UserError, match=r"is broken|is no list"):
-        list(tsv_pairs(listed.rename(tmp_path / "list.tsv.gz")))
+        list(tsv_pairs([listed.rename(tmp_path / "list.tsv.gz")]))
 
 
 SBU = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from open_clip_zerovl.shards.files import SIZES_FILE, read_sizes
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, BadPicture, decoded
 from open_clip_zerovl.shards.tar import (
     TEXT_EXTENSION,
+    Member,
     ShardError,
     image_of,
     locate_samples,
@@ -67,11 +69,6 @@ class FolderCheck:
     shards: list[ShardCheck]
 
     @property
-    def samples(self) -> int:
-        """Samples of all shards."""
-        return sum(shard.samples for shard in self.shards)
-
-    @property
     def faults(self) -> Counter[str]:
         """Kind of fault -> how many, in all shards."""
         return sum((shard.faults for shard in self.shards), Counter())
@@ -79,49 +76,42 @@ class FolderCheck:
 
 def check_report(result: FolderCheck) -> str:
     """Format the result as text: totals, then the faults of each shard."""
+    samples = sum(shard.samples for shard in result.shards)
     size = sum(shard.size_bytes for shard in result.shards)
-    lines = [
-        f"{result.samples:,} samples in {len(result.shards):,} shards, {size / 1e9:.2f} GB read"
-    ]
+    lines = [f"{samples:,} samples in {len(result.shards):,} shards, {size / 1e9:.2f} GB read"]
     for shard in result.shards:
         for kind, count in shard.faults.items():
             keys = shard.examples.get(kind, [])
-            shown = printable(", ".join(keys)) + (", ..." if count > len(keys) else "")
-            lines.append(
-                printable(f"{shard.shard}: {kind}") + (f": {count} ({shown})" if keys else "")
-            )
+            shown = ", ".join(keys) + (", ..." if count > len(keys) else "")
+            lines.append(f"{shard.shard}: {kind}" + (f": {count} ({shown})" if keys else ""))
     lines.append("No faults." if not result.faults else f"{sum(result.faults.values())} faults.")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
-def caption_fault(content: bytes) -> str:
-    """Return the fault of a text of captions, "" for none."""
-    try:
-        for line in caption_lines(content) or [b""]:
-            caption_of(line)
-    except BadCaption as error:
-        return "caption is empty" if error.reason == EMPTY else "caption is not UTF-8"
-    return ""
-
-
-def picture_fault(content: bytes, extension: str, *, decode: bool) -> str:
-    """Return the fault of an encoded picture, "" for none.
-
-    Args:
-        extension: its kind, whose first and last bytes are checked if PICTURE_MARKS has them.
-        decode: also decode it.
-    """
-    first, last = PICTURE_MARKS.get(extension, (b"", b""))
-    if not content.startswith(first):
-        return f"picture is not a {extension}"
-    if not content.endswith(last, len(first)):
-        return "picture is cut off"
-    try:
-        if decode:
-            decoded(content, Image.Image.load)
-    except BadPicture as error:
-        return f"picture cannot be decoded ({type(error.__cause__).__name__})"
-    return ""
+def _faults(members: Mapping[str, Member], decode: bool) -> Iterator[str]:
+    """Yield the faults of a sample."""
+    if TEXT_EXTENSION not in members:
+        yield "no caption"
+    if image_of(members) is None:
+        yield "no picture"
+    for extension, member in members.items():
+        try:
+            if extension == TEXT_EXTENSION:
+                for line in caption_lines(member.content()) or [b""]:
+                    caption_of(line)
+            elif extension in IMAGE_EXTENSIONS:
+                content = member.content()
+                first, last = PICTURE_MARKS.get(extension, (b"", b""))
+                if not content.startswith(first):
+                    yield f"picture is not a {extension}"
+                elif not content.endswith(last, len(first)):
+                    yield "picture is cut off"
+                elif decode:
+                    decoded(content, Image.Image.load)
+        except BadCaption as error:
+            yield "caption is empty" if error.reason == EMPTY else "caption is not UTF-8"
+        except BadPicture as error:
+            yield f"picture cannot be decoded ({type(error.__cause__).__name__})"
 
 
 def write_sizes(folder: str | Path, *, threads: int = 4, progress: bool = True) -> dict[str, int]:
@@ -151,7 +141,7 @@ def write_sizes(folder: str | Path, *, threads: int = 4, progress: bool = True) 
 
 
 def _count(path: Path) -> int:
-    """Count the samples of a shard from its headers. UserError if it is broken."""
+    """Count the samples of a shard from its headers."""
     try:
         return sum(1 for _ in locate_samples(path, whole=True))
     except ShardError as error:
@@ -227,19 +217,7 @@ def _check_shard(path: Path, shard_check: ShardCheck, decode: bool) -> None:
             if key in seen:
                 shard_check.fault("key comes twice", key)
             seen.add(key)
-            if TEXT_EXTENSION not in members:
-                shard_check.fault("no caption", key)
-            if image_of(members) is None:
-                shard_check.fault("no picture", key)
-            for extension, member in members.items():
-                if extension == TEXT_EXTENSION:
-                    fault = caption_fault(member.content())
-                elif extension in IMAGE_EXTENSIONS:
-                    content = member.content()
-                    fault = picture_fault(content, extension, decode=decode)
-                else:
-                    continue
-                if fault:
-                    shard_check.fault(fault, key)
+            for fault in _faults(members, decode):
+                shard_check.fault(fault, key)
     except ShardError as error:
         shard_check.fault(f"broken: {error}")

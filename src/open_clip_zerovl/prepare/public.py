@@ -14,6 +14,7 @@ after the other, so that captions of one picture, which are false negatives of e
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import heapq
 import itertools
@@ -22,12 +23,13 @@ import os
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import atomic_file, digest_of
 from open_clip_zerovl.data.sets import read_karpathy
 from open_clip_zerovl.prepare.pack import pack
+from open_clip_zerovl.prepare.rows import is_address
 from open_clip_zerovl.prepare.settings import Columns, Limits, PackSettings, Work
 from open_clip_zerovl.shards.fetch import fetch_file
 from open_clip_zerovl.shards.files import RETRIEVAL_MARK
@@ -72,6 +74,7 @@ ANNOTATIONS = {
 PHRASES_PER_IMAGE = 5
 SHORTER_SIDE_PX = 256  # of training pictures (section 2.1)
 _LOOK_AT_LINES = 100
+_HEADER = {"url", "caption", "image_url", "text"}  # columns of other programs
 
 
 class Pair(NamedTuple):
@@ -105,11 +108,10 @@ def prepare_public(
     work = work or Work()
     files = Path(f"{os.path.abspath(out)}.files")
     paths = _located(dataset, source, files, progress=work.progress)
-    pairs: Iterable[Pair] = (
-        _with_pictures(dataset, paths, files)
-        if dataset in ANNOTATIONS
-        else list_pairs(dataset, paths)
-    )
+    if dataset in ANNOTATIONS:
+        pairs: Iterable[Pair] = _with_pictures(dataset, paths, files)
+    else:
+        pairs = sbu_pairs(paths) if dataset == "sbu" else tsv_pairs(paths)
     table = files / f"{dataset}.jsonl"
     splits = []
     with atomic_file(table) as file:
@@ -159,35 +161,26 @@ def _located(
 # ------------------------------------------------------------------------------------------------- lists of addresses
 
 
-def list_pairs(dataset: str, paths: Sequence[Path]) -> Iterator[Pair]:
-    """Iterate over the rows of SBU's list or of one of CC's.
-
-    Raises:
-        UserError: files of another form.
-    """
-    if dataset == "sbu":
-        return sbu_pairs(paths)
-    if len(paths) != 1 or not paths[0].is_file():
-        raise UserError(
-            f"{dataset} is made from one list of pairs, got {len(paths)} of --source: give the .tsv file."
-        )
-    return tsv_pairs(paths[0])
-
-
-def tsv_pairs(path: Path) -> Iterator[Pair]:
+def tsv_pairs(paths: Sequence[Path]) -> Iterator[Pair]:
     """Iterate over a CC list without a header, one pair a line: CC3M's has the caption first, CC12M's the address.
 
     The order is found from the lines, and a header that was added for another program is skipped.
 
     Raises:
-        UserError: the first lines are not pairs of a caption and an address.
+        UserError: several files, or first lines that are not pairs of a caption and an address.
     """
-    member = find_member([path], ".tsv", ".txt", ".csv") or (path, path.name)
+    if len(paths) != 1 or not paths[0].is_file():
+        raise UserError(
+            f"CC3M and CC12M are each made from one list of pairs, got {len(paths)} of --source: give the .tsv file."
+        )
+    member = find_member(paths, ".tsv", ".txt", ".csv") or (paths[0], paths[0].name)
     with open_member(*member) as lines:
-        header, address_first = _form(path, lines)
-    with open_member(*member) as lines:
-        for line in itertools.islice(lines, header, None):
-            text = _text(line).rstrip("\r\n")
+        texts = (_text(line).rstrip("\r\n") for line in lines)
+        first = list(itertools.islice(texts, _LOOK_AT_LINES))
+        address_first = _address_first(paths[0], first)
+        if _HEADER & {field.strip().lower() for field in first[0].split("\t")}:
+            del first[0]
+        for text in itertools.chain(first, texts):
             # Tabs within a caption stay on the caption's side of the split.
             if address_first:
                 address, _, caption = text.partition("\t")
@@ -196,25 +189,17 @@ def tsv_pairs(path: Path) -> Iterator[Pair]:
             yield Pair(address.strip(), [" ".join(caption.split())])
 
 
-def _form(path: Path, lines: IO[bytes]) -> tuple[int, bool]:
-    """Return (1 with a header line else 0, whether the address is the first column)."""
-    first = [
-        _text(line).rstrip("\r\n").split("\t") for line in itertools.islice(lines, _LOOK_AT_LINES)
-    ]
-
-    def is_address(text: str) -> bool:
-        return text.strip().lower().startswith(("http://", "https://"))
-
-    in_front = sum(is_address(fields[0]) for fields in first if len(fields) > 1)
-    behind = sum(is_address(fields[-1]) for fields in first if len(fields) > 1)
+def _address_first(path: Path, first: Sequence[str]) -> bool:
+    """Return whether the address is the first column of a list, by its first lines."""
+    fields = [text.split("\t") for text in first]
+    in_front = sum(is_address(each[0].strip()) for each in fields if len(each) > 1)
+    behind = sum(is_address(each[-1].strip()) for each in fields if len(each) > 1)
     if max(in_front, behind) < len(first) / 2 or not first:
-        shown = "\t".join(first[0])[:80] if first else ""
         raise UserError(
-            f"{path} is not a list of captions and addresses (its first line is {shown!r}): give the official .tsv, with one "
-            "pair a line and a tab between."
+            f"{path} is not a list of captions and addresses (its first line is {first[0][:80] if first else ''!r}): give the "
+            "official .tsv, with one pair a line and a tab between."
         )
-    names = {field.strip().lower() for field in first[0]}
-    return int(bool(names & {"url", "caption", "image_url", "text"})), in_front >= behind
+    return in_front >= behind
 
 
 def sbu_pairs(paths: Sequence[Path]) -> Iterator[Pair]:
@@ -223,32 +208,28 @@ def sbu_pairs(paths: Sequence[Path]) -> Iterator[Pair]:
     Raises:
         UserError: files that hold neither, or lists of unequal length.
     """
-    for number, (address, caption) in enumerate(_sbu_columns(paths)):
-        if not isinstance(address, str) or not isinstance(caption, str):
-            raise UserError(
-                f"SBU's lists of addresses and captions differ at entry {number} (one is longer, or holds something else than "
-                "text): give the official files, whole."
-            )
-        yield Pair(address.strip(), [" ".join(caption.split())])
-
-
-def _sbu_columns(paths: Sequence[Path]) -> Iterator[tuple[Any, Any]]:
-    """Iterate over (address, caption), with None where one list is shorter."""
-    both = find_member(paths, "captions-all.json", ".json")
-    if both is not None:
-        with open_member(*both) as first, open_member(*both) as second:
-            addresses = json_array(first, str(both[0]), key="image_urls")
-            captions = json_array(second, str(both[0]), key="captions")
-            yield from itertools.zip_longest(addresses, captions)
-        return
-    urls, texts = find_member(paths, "urls.txt"), find_member(paths, "captions.txt")
-    if urls is None or texts is None:
-        raise UserError(
-            "SBU is made from sbu-captions-all.json, or SBU_captioned_photo_dataset_urls.txt with ..._captions.txt (packed or "
-            f"not), and {', '.join(map(str, paths))} hold neither."
-        )
-    with open_member(*urls) as first, open_member(*texts) as second:
-        yield from itertools.zip_longest(map(_text, first), map(_text, second))
+    with contextlib.ExitStack() as stack:
+        columns: list[Iterable[Any]] = []
+        if (both := find_member(paths, "captions-all.json", ".json")) is not None:
+            for key in ("image_urls", "captions"):
+                stream = stack.enter_context(open_member(*both))
+                columns.append(json_array(stream, str(both[0]), key=key))
+        else:
+            for end in ("urls.txt", "captions.txt"):
+                member = find_member(paths, end)
+                if member is None:
+                    raise UserError(
+                        "SBU is made from sbu-captions-all.json, or SBU_captioned_photo_dataset_urls.txt with ..._captions.txt "
+                        f"(packed or not), and {', '.join(map(str, paths))} hold neither."
+                    )
+                columns.append(map(_text, stack.enter_context(open_member(*member))))
+        for number, (address, caption) in enumerate(itertools.zip_longest(*columns)):
+            if not isinstance(address, str) or not isinstance(caption, str):
+                raise UserError(
+                    f"SBU's lists of addresses and captions differ at entry {number} (one is longer, or holds something else "
+                    "than text): give the official files, whole."
+                )
+            yield Pair(address.strip(), [" ".join(caption.split())])
 
 
 def _text(line: bytes) -> str:
@@ -270,7 +251,15 @@ def _with_pictures(dataset: str, paths: Sequence[Path], folder: Path) -> list[Pa
     )
     if found is None:
         raise UserError(f"{name} is not in {', '.join(map(str, paths))}: give it with --source.")
-    pairs = list(vg_pairs(*found) if dataset == "vg" else karpathy_pairs(*found))
+    if dataset == "vg":
+        pairs = [
+            Pair(f"{image}.jpg", phrases) for image, phrases in sorted(largest_phrases(*found))
+        ]
+    else:
+        images = read_karpathy(*found)
+        pairs = [
+            Pair(os.path.basename(each.filename), each.captions, each.split) for each in images
+        ]
     pictures = _pictures([path for path in paths if path != found[0]], folder)
     if not pictures:
         raise UserError(
@@ -282,18 +271,6 @@ def _with_pictures(dataset: str, paths: Sequence[Path], folder: Path) -> list[Pa
         why = f"{missing[0]} is missing"
         raise UserError(_incomplete(dataset, len(missing), len(held_out), why))
     return [pair._replace(image=str(pictures.get(pair.image, pair.image))) for pair in pairs]
-
-
-def vg_pairs(path: Path, name: str) -> Iterator[Pair]:
-    """Iterate over the images of `region_descriptions.json`, each with the phrases of its largest boxes."""
-    for image, phrases in sorted(largest_phrases(path, name)):
-        yield Pair(f"{image}.jpg", phrases)
-
-
-def karpathy_pairs(path: Path, name: str) -> Iterator[Pair]:
-    """Iterate over the images of `dataset_coco.json` or `dataset_flickr30k.json`."""
-    for image in read_karpathy(path, name):
-        yield Pair(os.path.basename(image.filename), image.captions, image.split)
 
 
 def _pictures(paths: Sequence[Path], folder: Path) -> dict[str, Path]:

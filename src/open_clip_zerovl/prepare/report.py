@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -342,16 +343,18 @@ def next_lines(report: dict[str, Any], out: Path) -> list[str]:
 
 def _cached_models() -> dict[str, set[str]]:
     """Return the files of each repository in the hub's cache on this disk, the smallest repository first."""
-    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub import constants, scan_cache_dir
 
-    files: dict[str, list[Path]] = {}
-    for file in Path(HF_HUB_CACHE).glob("models--*/snapshots/*/**/*"):
-        repository = file.relative_to(HF_HUB_CACHE).parts[0].removeprefix("models--")
-        if file.is_file():  # a link whose target is there
-            files.setdefault(repository.replace("--", "/"), []).append(file)
-    bytes_of = {name: sum(file.stat().st_size for file in some) for name, some in files.items()}
-    ordered = sorted(files, key=bytes_of.__getitem__)
-    return {name: {file.name for file in files[name]} for name in ordered}
+    if not os.path.isdir(constants.HF_HUB_CACHE):
+        return {}
+    repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    return {
+        repository.repo_id: {
+            file.file_name for revision in repository.revisions for file in revision.files
+        }
+        for repository in sorted(repositories, key=lambda each: (each.size_on_disk, each.repo_id))
+        if repository.repo_type == "model"
+    }
 
 
 def models_at_hand() -> tuple[str, str, str]:
@@ -365,14 +368,13 @@ def models_at_hand() -> tuple[str, str, str]:
     chosen = []
     for usual, form, mark, owner in marks:
         here = [
-            name
+            form.format(name.replace("timm/", "timm:"))
             for name, files in cached.items()
             if mark in files
             and name.startswith(owner)
             and (usual == RELEASED or _OPEN_CLIP not in files)
         ]
-        here = [] if _REPOSITORIES[usual] in cached else here
-        chosen.append(form.format(here[0].replace("timm/", "timm:")) if here else usual)
+        chosen.append(here[0] if here and _REPOSITORIES[usual] not in cached else usual)
     return chosen[0], chosen[1], chosen[2]
 
 
