@@ -1,6 +1,6 @@
 """Samples a second and core of our loader and of open_clip's.
 
-    python -m scripts.bench.loader [--sizes 384x256,640x480,1280x854] [--workers 1,2,4] [--pixel-path pil] [--out FILE.json]
+    python -m scripts.bench.loader [--sizes 384x256,640x480,1280x854] [--workers 1,2,4] [--out FILE.json]
 
 Both loaders read the same shards of synthetic JPEGs with the same transform (a random crop of 60-100 % of the area to 224 px,
 bicubic, normalised) and the same tokenizer, a BERT's. In the rows "augmented" both also apply AutoAugment after the crop and
@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from PIL import Image
 from open_clip_zerovl.data.images import crop_of, pictures, split_normalize, with_auto_augment
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
-from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.sampling.schedule import Batching
@@ -85,7 +83,7 @@ class Work:
     words: WordAugment | None = None
 
 
-def ours(shards: str, work: Work, workers: int, pixel_path: str = "arrays") -> Iterator[Any]:
+def ours(shards: str, work: Work, workers: int) -> Iterator[Any]:
     """This package's loader, with normalisation left to the device."""
     mixture = Mixture(
         parse_sources(f"bench={shards}", "8"),
@@ -94,7 +92,6 @@ def ours(shards: str, work: Work, workers: int, pixel_path: str = "arrays") -> I
             split_normalize(work.transform)[0],
             work.tokenizer,
             augment_caption=work.words,
-            pixel_path=pixel_path,
         ),
     )
     return iter(MixtureLoader(mixture, workers=workers))
@@ -114,9 +111,9 @@ def stock(shards: str, work: Work, workers: int) -> Iterator[Any]:
     return iter(get_wds_dataset(args, work.transform, True, tokenizer=tokenizer).dataloader)
 
 
-def floor(encoded: list[bytes], transform: Any, pixel_path: str) -> float:
+def floor(encoded: list[bytes], transform: Any) -> float:
     """Pictures a CPU second that decoding and the transform allow, in this process."""
-    shown, decode = pictures(split_normalize(transform)[0], pixel_path)
+    shown, decode = pictures(split_normalize(transform)[0])
     crop = crop_of(transform)
     begin, count = time.process_time(), 0
     while time.process_time() - begin < 1:
@@ -174,7 +171,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     kinds = _kinds(folder)
     loaders: dict[str, Callable[..., Iterator[Any]]] = {
         "open_clip": stock,
-        "ours": partial(ours, pixel_path=args.pixel_path),
+        "ours": ours,
     }
     results: dict[str, Any] = {"batch_size": BATCH, "cores": os.cpu_count(), "rows": []}
     for size in args.sizes.split(","):
@@ -199,7 +196,7 @@ def _row(
             batches = loaders[name](shards, work, workers)
             rates[name].append(measure(batches, args.seconds, 4 * workers))
             del batches
-        floors.append(floor(encoded, work.transform, args.pixel_path))
+        floors.append(floor(encoded, work.transform))
     row: dict[str, Any] = {
         name: {
             "per_second": statistics.median(wall for wall, _ in pairs),
@@ -251,7 +248,6 @@ def main() -> None:
         "--sizes", default="384x256,640x480,1280x854", help="of the JPEGs, in pixels"
     )
     parser.add_argument("--workers", default="1,2,4", help="loader processes")
-    parser.add_argument("--pixel-path", choices=PIXEL_PATHS, default="arrays", help="of our loader")
     parser.add_argument("--seconds", type=float, default=3, help="of each measurement")
     parser.add_argument(
         "--repeats", type=int, default=3, help="measurements of each loader, interleaved"

@@ -164,7 +164,8 @@ def picture(folder: Path, how: str) -> str | None:
         elif how == "stored":
             encode_picture(data, Encoding())
         else:
-            transform, decode = pictures(_transform(), how)
+            arrays = pictures(_transform())
+            transform, decode = (_transform(), decode_image) if how == "pil" else arrays
             with torch.random.fork_rng(devices=[]):
                 assert transform(decode(data, crop_of(_transform()))).shape == (3, 16, 16)
     except (BadPicture, Failure):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torchvision import transforms
 
 from open_clip_zerovl.data.loader import MixtureLoader
-from open_clip_zerovl.data.names import PIXEL_PATHS
 from open_clip_zerovl.data.sample_stream import Placed, SampleStream
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.sampling.assignment import LocalOrder
@@ -52,11 +51,9 @@ def rotten(tmp_path_factory):
     )
 
 
-def loader_of(
-    sources, batching, rank=0, *, window=40, pixel_path="pil", **options
-) -> MixtureLoader:
-    crop = transforms.Compose([transforms.RandomResizedCrop(6), transforms.PILToTensor()])
-    wanted = {"pixel_path": pixel_path, "with_origin": True}
+def loader_of(sources, batching, rank=0, *, window=40, arrays=True, **options) -> MixtureLoader:
+    own = [] if arrays else [lambda image: image]  # a step that takes PIL images only
+    crop = transforms.Compose([transforms.RandomResizedCrop(6), *own, transforms.PILToTensor()])
     return loading.loader_of(
         sources,
         batching,
@@ -64,7 +61,7 @@ def loader_of(
         seed=3,
         shuffle_window_samples=window,
         transform=crop,
-        preprocessing=wanted,
+        preprocessing={"with_origin": True},
         **options,
     )
 
@@ -85,14 +82,13 @@ def test_any_step_any_shape(rotten, data):
     draw = data.draw
     batching = Batching(draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2)))
     strategy = draw(st.sampled_from(["debiased", "random", "sequential"]))
-    pixel_path = draw(st.sampled_from(PIXEL_PATHS))
     loader = loader_of(
         rotten,
         batching,
         draw(st.integers(0, batching.world_size - 1)),
         window=draw(st.integers(1, 200)),
         strategy=strategy,
-        pixel_path=pixel_path,
+        arrays=draw(st.booleans()),
     )
     epoch, step = draw(st.integers(0, 3)), draw(st.integers(0, loader.num_batches))
     loader.set_epoch(epoch)

@@ -386,17 +386,16 @@ def _decode_jpeg(data: bytes, crop: Crop | None) -> np.ndarray | None:
 
 
 def pictures(
-    transform: Any, path: str
+    transform: Any,
 ) -> tuple[Callable[[Any], torch.Tensor], Callable[[bytes, Crop | None], Any]]:
-    """Return (transform, decoder) of a pixel path, of which the transform takes the decoder's output.
+    """Return (transform, decoder) on arrays, of which the transform takes the decoder's output.
 
-    Where "arrays" is not possible, a warning says so and the pair is that of "pil".
+    Where the decoder is not installed, or a step takes PIL images only, a warning says so and the pair is PIL's.
 
     Args:
         transform: PIL image -> tensor (C, H, W).
-        path: one of PIXEL_PATHS.
     """
-    if path == "pil" or not has_decoder():
+    if not has_decoder():
         return transform, decode_image
     arrays = on_arrays(transform)
     if arrays is None:

@@ -107,8 +107,6 @@ class Preprocessing:
             at a reduced size if no crop of the transform loses by it (`images.Crop`).
         tokenizer: list of captions -> LongTensor (B, L).
         augment_caption: (caption, seed of its stream) -> caption, before the tokenizer.
-        pixel_path: of PIXEL_PATHS. "arrays" gives the same pictures to rounding (`images`). It falls back to PIL, with a line
-            in the log, where the decoder is not installed or the transform has a step that takes PIL images only.
         with_origin: yield the (source, position) of each sample as a third item (B, 2).
         with_content: yield a third item of four columns (B, 4): source, position, a number of the caption before augmentation
             and a number of the image file. Equal texts (but for case and white space) have
@@ -118,7 +116,6 @@ class Preprocessing:
     transform: Callable[[Image.Image], torch.Tensor]
     tokenizer: Callable[[list[str]], torch.Tensor]
     augment_caption: Callable[[str, int], str] | None = None
-    pixel_path: str = "arrays"
     with_origin: bool = False
     with_content: bool = False
 
@@ -168,9 +165,6 @@ class Mixture(IterableDataset):
         (images (B, C, H, W), texts (B, L), `BatchReport`), with the third item of `Preprocessing` before the report; in a
         loader's worker (`PooledBatch`, `BatchReport`); or a `UserError` in place of a batch. `MixtureLoader` yields batches
         without the report, and raises the error.
-
-    Raises:
-        UserError: an unknown `on_bad_sample` or pixel path.
     """
 
     def __init__(
@@ -196,7 +190,7 @@ class Mixture(IterableDataset):
         self.on_bad_sample = on_bad_sample
         self.cache = cache or ShardCache()
         self.shuffle_window_samples = shuffle_window_samples
-        self.transform, self.decode = pictures(preprocessing.transform, preprocessing.pixel_path)
+        self.transform, self.decode = pictures(preprocessing.transform)
         self.crop = crop_of(preprocessing.transform)
         self.padding = padding_of(preprocessing.tokenizer)
         self.tokenize = fast_tokenizer(preprocessing.tokenizer)

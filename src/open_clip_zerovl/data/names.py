@@ -35,7 +35,6 @@ FEWEST_PICTURES = 40  # of which some can be held out
 # of an image with several: one of them each epoch, each a sample of its own, the first alone, or all in one text
 CAPTIONS = ("one-per-epoch", "all", "first", "joined")
 POLICIES = ("replace", "fail")  # what happens at a bad sample
-PIXEL_PATHS = ("pil", "arrays")  # what decodes and resizes pictures
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
 _WORDNET = re.compile(r"n\d{8}")
 _ENUMERATED = re.compile(r"\d+[._\- ]+(?=\D)")
