@@ -77,7 +77,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """The last one."""
+        """Return the path of the last checkpoint."""
         return self.folder / "checkpoints" / f"epoch_{self.value('--epochs')}.pt"
 
     def start(self) -> TrainingProcess:
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the data, train twice, compare, export; returns the exit status.
+    """Make the data, train twice, compare, export, and return the exit status.
 
     Raises:
         UserError: a flag that the demo sets itself, a part that failed.
@@ -200,7 +200,7 @@ def call(program: Callable[[list[str]], int], name: str, words: Sequence[str]) -
 
 
 def train(runs: dict[str, Run], epochs: int) -> None:
-    """Train both at the same time, with progress bars; a finished run is kept, an interrupted one goes on.
+    """Train both at the same time, with progress bars, where finished runs are kept and interrupted ones go on.
 
     Raises:
         UserError: a run ended with an error.

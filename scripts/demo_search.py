@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(data: str | None, out: Path, folder: Path) -> int:
-    """Align two encoders, search for each query, and write one page; returns the exit status."""
+    """Align two encoders, search for each query, write one page, and return the exit status."""
     begin = time.monotonic()
     encoders = fetch_encoders(folder)
     searched, queries = data or "data/emoji/noto", QUERIES

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(out: Path, scratch: Path) -> None:
-    """All of it, with a line for each part.
+    """Check all of it, with a line for each part.
 
     Raises:
         UserError: a part failed; the sentence ends in the output of its command.
@@ -73,7 +73,7 @@ def check(out: Path, scratch: Path) -> None:
 
 
 def build(out: Path) -> Path:
-    """The wheel, built from the sdist; both lie in `out`."""
+    """Build the sdist, and the wheel from it, into `out`, and return the wheel."""
     for old in [*out.glob(f"{PACKAGE}-*.whl"), *out.glob(f"{PACKAGE}-*.tar.gz")]:
         old.unlink()
     output([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)])
@@ -99,7 +99,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def required(distribution: str) -> dict[str, metadata.Distribution]:
-    """All installed distributions that a distribution requires, directly or indirectly, without itself.
+    """Find all installed distributions that a distribution requires, directly or indirectly, without itself.
 
     Raises:
         UserError: a required one is not installed.
@@ -125,7 +125,7 @@ def required(distribution: str) -> dict[str, metadata.Distribution]:
 
 
 def install(wheel: Path, env: Path) -> Path:
-    """Install into a new environment that holds links to the required packages only; returns its Python."""
+    """Install into a new environment with links to the required packages only, and return its Python."""
     venv.create(env, symlinks=True)
     python = env / "bin" / "python"
     site = Path(
@@ -148,7 +148,7 @@ def install(wheel: Path, env: Path) -> Path:
 
 
 def use(python: Path, folder: Path) -> None:
-    """The commands of a user, in a folder that is not the checkout."""
+    """Run the commands of a user, in a folder that is not the checkout."""
     folder.mkdir()
     zerovl = str(python.with_name("zerovl"))
     shown = output([zerovl, "--version"], folder).strip()

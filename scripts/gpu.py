@@ -98,7 +98,7 @@ class Session:
 
     @property
     def results(self) -> dict[str, dict[str, Any]]:
-        """The results of the current part."""
+        """Return the results of the current part."""
         return self.parts[self.part]["results"]
 
     def save(self) -> None:
@@ -144,7 +144,7 @@ class Session:
         return True
 
     def measure(self, key: str, call: Callable[[], Any], limit: float = HANGS_AFTER) -> None:
-        """Write what `call` returns, or its failure; nothing if the result is there already."""
+        """Write what `call` returns, or its failure, unless the result is there already."""
         if self.begin(key, limit):
             try:
                 values = call()
@@ -213,7 +213,7 @@ def page(parts: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Render a row for each result; one of many values gets a row for each of them. Passed tests are counted."""
+    """Render a row for each result, or for each of its values if there are many, and count passed tests."""
     outcomes = Counter(values["outcome"] for values in results.values() if "outcome" in values)
     parts = [", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())]
     rows = {key: values for key, values in results.items() if values.get("outcome") != "passed"}
@@ -246,7 +246,7 @@ def cell(value: Any) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure what is not measured yet, until the time is over; returns the exit status.
+    """Measure what is not measured yet, until the time is over, and return the exit status.
 
     Raises:
         UserError: there is no GPU, or a package is missing.

@@ -41,13 +41,13 @@ class Mutant:
     why: str
 
     def mutated(self) -> str | None:
-        """The file's content with the change; None unless `old` occurs exactly once."""
+        """Return the file's content with the change, or None unless `old` occurs exactly once."""
         content = (ROOT / self.file).read_text(encoding="utf-8")
         return content.replace(self.old, self.new) if content.count(self.old) == 1 else None
 
 
 def load() -> dict[str, Mutant]:
-    """All mutants of the list by their ids."""
+    """Read all mutants of the list by their ids."""
     return {
         entry["id"]: Mutant(**entry)
         for entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
@@ -55,7 +55,7 @@ def load() -> dict[str, Mutant]:
 
 
 def status_of(tests: list[str], folder: Path) -> int:
-    """Return pytest's exit status of some tests in a folder; one warm Python has torch and open_clip for all of them."""
+    """Return pytest's exit status of some tests in a folder, by one warm Python that has torch and open_clip."""
     from support import warm
 
     return subprocess.run(
@@ -67,7 +67,7 @@ def status_of(tests: list[str], folder: Path) -> int:
 
 
 def dies(mutant: Mutant) -> bool:
-    """Whether its test fails in a copy of the repository that has the mutant; prints its line."""
+    """Return whether its test fails in a copy of the repository that has the mutant, and print its line."""
     end = "text not found"
     if content := mutant.mutated():
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:

@@ -32,7 +32,7 @@ class Command:
 
 
 def commands_of(lines: Sequence[str]) -> list[Command]:
-    """The page's commands in their order."""
+    """Find the page's commands in their order."""
     found: list[Command] = []
     in_block = in_command = False
     for number, line in enumerate(lines):
@@ -69,12 +69,12 @@ def output_of(command: str, folder: Path) -> list[str]:
 
 
 def wordy(line: str) -> str:
-    """A line without its numbers and the widths of its columns."""
+    """Return a line without its numbers and the widths of its columns."""
     return re.sub(r"\s+", " ", re.sub(r"[+-]?\d[\d,.]*", "#", line)).strip()
 
 
 def printed_again(shown: Iterable[str], printed: Sequence[str]) -> list[str]:
-    """The printed line for each shown one.
+    """Find the printed line for each shown one.
 
     Raises:
         SystemExit: a shown line was not printed after the one before it.
@@ -104,7 +104,7 @@ def printed_again(shown: Iterable[str], printed: Sequence[str]) -> list[str]:
 
 
 def run(page: Path, folder: Path, instead: Mapping[str, str]) -> str:
-    """Run a page's commands in a folder; returns the page with the printed output.
+    """Run a page's commands in a folder, and return the page with the printed output.
 
     Args:
         instead: texts of the page -> texts that replace them, in commands and outputs.

@@ -171,7 +171,7 @@ def measure_steps(session: Session, steps: dict[str, Step]) -> None:
 
 
 def ways(bench: Bench) -> dict[str, Step]:
-    """The steps of the eager and of the compiled part."""
+    """List the steps of the eager and of the compiled part."""
     setup = bench.setup
     return {
         "forward without graph": (partial(harness.forwards_only, setup), bench.repeated(4), 2, 1),
@@ -182,7 +182,7 @@ def ways(bench: Bench) -> dict[str, Step]:
 
 
 def run_tests(session: Session, *words: str) -> None:
-    """Run tests marked gpu in this process; each one is a result."""
+    """Run tests marked gpu in this process, each of which is a result."""
 
     class Results:
         def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -393,7 +393,7 @@ def loss_values(pairs: int) -> dict[str, float | None]:
 
 
 def blocks(session: Session) -> None:
-    """Compile the model's blocks; time the first step, then the ways, and compare a gradient under its masks."""
+    """Compile the model's blocks, time the first step and the ways, and compare a gradient under its masks."""
     bench = bench_of(session)
     setup = bench.setup
     compiled = partialmethod(nn.Module.compile, backend=SIZES.compiler)
@@ -532,7 +532,7 @@ def ranks(session: Session) -> None:
 
 
 def plan(session: Session) -> None:
-    """Compare the plan of the training of `training` with what it took; it has its data."""
+    """Compare the plan of the training of `training`, whose data is there, with what it took."""
 
     def compared() -> dict[str, Any]:
         words = training_words(session.work / "training")

@@ -124,7 +124,7 @@ def register(model: str, dropout: float, scratch: Path) -> str:
 
 
 def build(name: str, token_drop: float, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Build the registered model for training, without waits as training has it; random weights depend on its name only."""
+    """Build the registered model for training, without waits, with random weights that depend on its name only."""
     torch.manual_seed(0)
     model = open_clip.create_model(
         name,
@@ -138,7 +138,7 @@ def build(name: str, token_drop: float, device: torch.device, dtype: torch.dtype
 
 
 def make_batches(name: str, model: Any, sizes: Sequence[int], seed: int) -> list[MicroBatch]:
-    """Micro-batches as a loader gives them: uint8 images (channels last) and captions with realistic lengths.
+    """Make micro-batches as a loader gives them: uint8 images (channels last) and captions with realistic lengths.
 
     They are in host memory, pinned if the model is on a GPU.
     """
@@ -204,12 +204,12 @@ class Setup:
         )
 
     def prepare(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's inputs, in its precision."""
+        """Normalise a micro-batch in the model's precision."""
         dtype = next(self.inner.parameters()).dtype
         return normalize(images, OPENAI_DATASET_MEAN, OPENAI_DATASET_STD, dtype), texts
 
     def on_device(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """A micro-batch copied to the device and prepared."""
+        """Copy a micro-batch to the device and prepare it."""
         images, texts = (part.to(self.device, non_blocking=True) for part in micro_batch)
         return self.prepare(images, texts)
 
@@ -227,21 +227,21 @@ Way = Callable[..., Any]  # of micro-batches
 
 
 def plain(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
-    """The baseline of all ratios: K steps of plain training, each with its own small contrastive batch."""
+    """Take K steps of plain training, each with its own small contrastive batch: the baseline of all ratios."""
     for micro_batch in micro_batches:
         setup.zero_grad()
         one_graph(setup, [micro_batch])
 
 
 def forwards_only(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
-    """The additional cost of a replayed micro-batch: a forward pass without graph."""
+    """Forward without graph, which is the additional cost of a replayed micro-batch."""
     for micro_batch in micro_batches:
         with torch.no_grad(), setup.autocast():
             setup.forward(micro_batch)
 
 
 def one_graph(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
-    """The whole batch at once, if the device is large enough: one forward pass of all samples, one loss, one backward pass."""
+    """Take the whole batch at once: one forward pass of all samples, one loss, one backward pass."""
     with setup.autocast():
         images, texts = (
             torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -251,7 +251,7 @@ def one_graph(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
 
 
 def open_clip_accumulation(setup: Setup, micro_batches: Sequence[MicroBatch]) -> None:
-    """open_clip 3.3 with --accum-freq K: a pass for the features, then K times forward, whole loss, backward."""
+    """Take the step of open_clip 3.3 with --accum-freq K: a pass for features, then K times forward, whole loss, backward."""
     with torch.no_grad(), setup.autocast():
         cached = [setup.forward(micro_batch) for micro_batch in micro_batches]
     for k, micro_batch in enumerate(micro_batches):
@@ -267,7 +267,7 @@ def open_clip_accumulation(setup: Setup, micro_batches: Sequence[MicroBatch]) ->
 
 
 def decoupled(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
-    """Ours."""
+    """Make the step of this package."""
     loss = ContrastiveLoss(chunk_size=loss_chunk, rank=setup.rank, world_size=setup.world_size)
     dga = DecoupledGradientAccumulation(setup.model, loss, autocast=setup.autocast, retain=retain)
     return partial(dga.backward, prepare=setup.prepare)
@@ -276,14 +276,14 @@ def decoupled(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
 def sorted_texts(
     micro_batches: Sequence[MicroBatch], padding: int
 ) -> tuple[list[MicroBatch], Tensor]:
-    """The micro-batches with texts in the order of `--sort-text`, and their order."""
+    """Return the micro-batches with texts in the order of `--sort-text`, and that order."""
     images, texts = zip(*micro_batches, strict=True)
     short, order = sort_texts(texts, padding)
     return list(zip(images, short, strict=True)), order
 
 
 def decoupled_and_sorted(setup: Setup, retain: int | str, loss_chunk: int | None) -> Way:
-    """Ours with --sort-text; what sorting takes is part of the step."""
+    """Make the step with --sort-text, whose sorting is part of it."""
     way, padding = decoupled(setup, retain, loss_chunk), text_padding(setup.inner)
 
     def step(micro_batches: Sequence[MicroBatch]) -> Any:
@@ -294,7 +294,7 @@ def decoupled_and_sorted(setup: Setup, retain: int | str, loss_chunk: int | None
 
 
 def two_pass(setup: Setup) -> Way:
-    """The plain cached-gradient step of GradCache: all forwards without graph, ClipLoss by autograd, all forwards again."""
+    """Make the cached-gradient step of GradCache: all forwards without graph, ClipLoss by autograd, all forwards again."""
     dga = DecoupledGradientAccumulation(
         setup.model, setup.clip_loss, autocast=setup.autocast, retain=0
     )
@@ -302,7 +302,7 @@ def two_pass(setup: Setup) -> Way:
 
 
 def recipe_step(model: nn.Module, loss_chunk: int | None, *, sort_text: bool = False) -> RecipeStep:
-    """A whole step of the 14M recipe in bf16: images normalised on the device, mixup, one graph kept, AdamW."""
+    """Make a whole step of the 14M recipe in bf16: images normalised on the device, mixup, one graph kept, AdamW."""
     mixup = CoinFlipMixup(0.1, seed=0)
     mixup.attach(model)
     return RecipeStep(
@@ -317,7 +317,7 @@ def recipe_step(model: nn.Module, loss_chunk: int | None, *, sort_text: bool = F
 
 
 def ways(setup: Setup, steps: int, loss_chunk: int | None, with_one_graph: bool) -> dict[str, Way]:
-    """Every way to take a step of K = `steps` micro-batches, by the name of its row."""
+    """List every way to take a step of K = `steps` micro-batches, by the name of its row."""
     found: dict[str, Way] = {
         "plain micro-batches": partial(plain, setup),
         "their forward passes alone": partial(forwards_only, setup),
@@ -430,7 +430,7 @@ def tower_flops(setup: Setup, micro_batch: MicroBatch) -> tuple[int, int]:
 def reference_gradient(
     setup: Setup, micro_batches: Sequence[MicroBatch], seed: int, *, sort: bool = False
 ) -> dict[str, Tensor]:
-    """The effective batch's gradient from one graph, with random masks drawn micro-batch by micro-batch as in accumulation.
+    """Take the effective batch's gradient from one graph, with masks drawn micro-batch by micro-batch as in accumulation.
 
     Args:
         sort: forward the texts sorted and cut, for other texts draw other masks.
@@ -467,7 +467,7 @@ def gradient_errors(
     seed: int,
     reference: dict[str, Tensor],
 ) -> dict[str, float]:
-    """|g - g_ref| / |g_ref| (L2) of all tower parameters together and of logit_scale, masks drawn from `seed`."""
+    """Compute |g - g_ref| / |g_ref| (L2) of all towers together and of logit_scale, with masks drawn from `seed`."""
     setup.zero_grad()
     torch.manual_seed(seed)
     way(micro_batches)
@@ -490,7 +490,7 @@ def gradients(setup: Setup) -> dict[str, Tensor]:
 
 
 def write(results: Any, markdown: str, out: Path | None) -> None:
-    """Print a benchmark's table; with `out` (FILE.json) also write all numbers there, and the table to FILE.md."""
+    """Print a benchmark's table, and write all numbers to `out` (FILE.json) and the table to FILE.md if it is given."""
     print(markdown)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

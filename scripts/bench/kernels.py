@@ -153,7 +153,7 @@ def accumulate(leaf: Tensor, gradient: Tensor) -> None:
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *_: Any, **__: Any
 ) -> Tensor:  # fmt: skip
-    """Attention by the kernels that a GPU takes; without one torch would take its products of matrices."""
+    """Attend by the kernels that a GPU takes, in the place of products of matrices."""
     if attn_mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p)[0]
     bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
@@ -164,7 +164,7 @@ def fused_attention(
 
 @contextmanager
 def on_fake_gpu(model: nn.Module) -> Iterator[nn.Module]:
-    """Within, tensors have no values, and the model's claim to be on a GPU."""
+    """Give tensors no values within, where the model's claim to be on a GPU."""
     images_module._scale_and_shift.cache_clear()
     name = "torch.nn.functional.scaled_dot_product_attention"
     with fake_cuda(), mock.patch(name, fused_attention):
@@ -173,7 +173,7 @@ def on_fake_gpu(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def counted(encode: Callable[..., Any], *inputs: Tensor, graph: bool) -> list[Kernel]:
-    """The kernels of features from a micro-batch's inputs, and with `graph` of their backward pass."""
+    """List the kernels of features from a micro-batch's inputs, and with `graph` of their backward pass."""
     with Kernels() as kernels:
         with torch.autocast("cuda", dtype=torch.bfloat16), torch.set_grad_enabled(graph):
             features = [part for part in tensors(encode(*inputs)) if part.ndim > 1]

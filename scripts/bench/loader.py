@@ -52,7 +52,7 @@ CAPTION = "a small brown dog that runs over wet sand with a red ball in its mout
 
 
 def photograph(seed: int, width_px: int, height_px: int) -> bytes:
-    """A JPEG with about the spectrum of a photograph (amplitude falls with the frequency), and so about its size in bytes."""
+    """Make a JPEG with about the spectrum of a photograph (amplitude falls with the frequency), and so about its bytes."""
     rng = np.random.default_rng(seed)
     rows, columns = np.fft.fftfreq(height_px)[:, None], np.fft.rfftfreq(width_px)[None]
     falling = 1 / np.maximum(np.hypot(rows, columns), 1 / width_px) ** 1.4
@@ -98,7 +98,7 @@ def ours(shards: str, work: Work, workers: int) -> Iterator[Any]:
 
 
 def stock(shards: str, work: Work, workers: int) -> Iterator[Any]:
-    """open_clip's loader of webdataset shards, with resampling so that it does not end."""
+    """Make open_clip's loader of webdataset shards, with resampling so that it does not end."""
     args = argparse.Namespace(
         train_data=shards, train_num_samples=1_000_000, dataset_resampled=True, train_data_upsampling_factors=None, seed=0,
         workers=workers, world_size=1, batch_size=BATCH,
@@ -133,7 +133,7 @@ def cpu_seconds_of_children() -> float:
 
 
 def measure(batches: Iterator[Any], seconds: float, warm_up: int) -> tuple[float, float]:
-    """Samples per second, and per CPU second of the workers, after some batches to warm up."""
+    """Measure samples per second, and per CPU second of the workers, after some batches to warm up."""
     for _ in range(warm_up):
         next(batches)
     cpu, begin, count = cpu_seconds_of_children(), time.perf_counter(), 0
@@ -143,7 +143,7 @@ def measure(batches: Iterator[Any], seconds: float, warm_up: int) -> tuple[float
 
 
 def _kinds(folder: Path) -> dict[str, Work]:
-    """The rows' kinds of work."""
+    """Make the rows' kinds of work."""
     words = [*CAPTION.split(), *"0123456789", *(f"##{digit}" for digit in "0123456789")]
     write_bert(folder / "bert", "tiny", 0.1, words=words)
     tokenizer = HFTokenizer(str(folder / "bert"), context_length=25)
@@ -167,7 +167,7 @@ def _data(size: str, folder: Path, per_shard: int) -> tuple[list[bytes], str]:
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The table of throughputs."""
+    """Measure the table of throughputs."""
     kinds = _kinds(folder)
     loaders: dict[str, Callable[..., Iterator[Any]]] = {
         "open_clip": stock,
@@ -223,7 +223,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results in Markdown."""
+    """Write the results in Markdown."""
     header = [
         "JPEG",
         "work",

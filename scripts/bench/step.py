@@ -93,7 +93,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_rank(rank: int, args: argparse.Namespace, scratch: str) -> None:
-    """Measure on one rank; rank 0 writes the results into the folder `scratch`."""
+    """Measure on one rank, of which rank 0 writes the results into the folder `scratch`."""
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if device.type == "cpu":
@@ -206,7 +206,7 @@ def measure_times(
 def measure_errors(
     name: str, args: argparse.Namespace, device: torch.device, rank: int
 ) -> dict[str, dict[str, float]]:
-    """The gradient error of each way that should give the effective batch's gradient, on a small batch."""
+    """Measure the gradient error of each way that should give the effective batch's gradient, on a small batch."""
     setup = make_setup(name, args, device, rank, args.error_precision)
     batches = make_batches(name, setup.inner, [args.error_batch] * args.error_steps, SEED + rank)
     reference = reference_gradient(setup, batches, SEED + rank)
@@ -237,7 +237,7 @@ def measure_errors(
 
 
 def steps_markdown(results: dict[str, Any]) -> str:
-    """The rows as a table, below a line with the settings."""
+    """Write the rows as a table, below a line with the settings."""
     timed = results["rounds"] > 0
     header = ["K", "way"] + (["time / plain (range)", "ideal", "time / ideal"] if timed else [])
     header += ["forwards, backwards", "FLOPs (due)", "memory", "error of towers", "of logit_scale"]

@@ -49,7 +49,7 @@ class Drawing:
 
 
 def concept_of(code_points: str) -> str:
-    """`'0023-fe0f-20e3'` becomes `'23-20E3'`: upper case, no leading zeros, no variation selector."""
+    """Turn `'0023-fe0f-20e3'` into `'23-20E3'`: upper case, no leading zeros, no variation selector."""
     return "-".join(f"{int(x, 16):X}" for x in code_points.split("-") if int(x, 16) != 0xFE0F)
 
 
@@ -172,7 +172,7 @@ def _svgmoji_drawings(tarball: Path) -> dict[str, str]:
 
 
 def _children(sprite: str) -> Iterator[tuple[str, str]]:
-    """(opening tag, whole element as a document) of each `<svg>` element directly in the outermost one."""
+    """Yield (opening tag, whole element as a document) of each `<svg>` element directly in the outermost one."""
     depth = start = 0
     opening = ""
     for tag in re.finditer(r"<svg\b[^>]*>|</svg>", sprite):
@@ -192,7 +192,7 @@ def _children(sprite: str) -> Iterator[tuple[str, str]]:
 
 
 def rasterise(svg: str, px: int) -> bytes:
-    """Draw an SVG document on a white square, px x px, RGB; returns PNG bytes.
+    """Draw an SVG document on a white square, px x px, RGB, as PNG bytes.
 
     A drawing that is not square (a flag) keeps its proportions and gets white margins.
 
@@ -215,13 +215,13 @@ def rasterise(svg: str, px: int) -> bytes:
 
 
 def is_blank(png: bytes) -> bool:
-    """True if all pixels of a PNG picture are (nearly) the same."""
+    """Return whether all pixels of a PNG picture are (nearly) the same."""
     extrema = Image.open(io.BytesIO(png)).convert("RGB").getextrema()
     return all(isinstance(band, tuple) and band[1] - band[0] < 8 for band in extrema)
 
 
 def _square(svg: str) -> str:
-    """The document with a square viewBox around the drawing, and without width and height."""
+    """Give the document a square viewBox around the drawing, and no width and height."""
     found = re.search(r"<svg\b[^>]*>", svg)
     if found is None:
         raise UserError(f"This is not an SVG document: {svg[:80]!r}.")
@@ -246,7 +246,7 @@ def _square(svg: str) -> str:
 
 
 def iconify_svg(icons: Mapping[str, Any], name: str) -> str:
-    """An icon's SVG. An alias is another icon, mirrored or rotated by quarter turns; aliases of aliases add up."""
+    """Write an icon's SVG, where an alias is another icon, mirrored or rotated by quarter turns that add up."""
     mirrored_x = mirrored_y = False
     quarter_turns = 0
     while name not in icons["icons"]:

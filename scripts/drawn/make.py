@@ -57,7 +57,7 @@ def prepare_emoji(
     held_out_per_source: int = HELD_OUT,
     vocab_size: int = 2048,
 ) -> None:
-    """Fetch, draw, split and write the data; nothing is done if it is there and was made with these settings.
+    """Fetch, draw, split and write the data, unless it is there and was made with these settings.
 
     Packages and drawn pictures are kept in `OUT/.cache`, so that a call after an interruption goes on. The data is written
     aside and moved into place when whole.
@@ -145,7 +145,7 @@ def prepare_emoji(
 
 
 def _draw(source: str, drawings: Mapping[str, Drawing], px: int, cache: Path) -> dict[str, bytes]:
-    """Draw each concept as a PNG; a source's are kept in the cache as a tar."""
+    """Draw each concept as a PNG, which the cache keeps in a tar of the source."""
     packages = "+".join(
         PACKAGES[key].file_name.removesuffix(".tgz") for key in SOURCES[source]["packages"]
     )
@@ -180,7 +180,7 @@ def _licence(facts: Mapping[str, str], tarballs: Mapping[str, Path]) -> str:
 
 
 def write_pairs(out: str | Path, folder: Path) -> int:
-    """Write the training pairs of `prepare_emoji` as pictures and `pairs.csv` (filepath, title, site); returns their number."""
+    """Write the training pairs of `prepare_emoji` as pictures and `pairs.csv` (filepath, title, site), and count them."""
     rows = [("filepath", "title", "site")]
     for source in SOURCES:
         for shard in sorted((Path(out) / source).glob("*.tar")):
@@ -241,7 +241,7 @@ def write_bert(
 
 
 def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
-    """Pieces in the order of their ids: special tokens, then the alphabet, then merges by frequency."""
+    """Return pieces in the order of their ids: special tokens, then the alphabet, then merges by frequency."""
     tokenizer = Tokenizer(WordPiece({}, unk_token="[UNK]", max_input_chars_per_word=100))
     tokenizer.normalizer = BertNormalizer(lowercase=True, strip_accents=True)
     tokenizer.pre_tokenizer = BertPreTokenizer()

@@ -40,7 +40,7 @@ class NpmPackage:
 
     @property
     def file_name(self) -> str:
-        """npm's name of the tarball: that of `@scope/name` 1.0.0 is `scope-name-1.0.0.tgz`."""
+        """Return npm's name of the tarball: that of `@scope/name` 1.0.0 is `scope-name-1.0.0.tgz`."""
         return f"{self.name.removeprefix('@').replace('/', '-')}-{self.version}.tgz"
 
 

@@ -59,7 +59,7 @@ JSON = st.recursive(
 
 
 def edited(content: bytes, edits: list[tuple[str, int, int]]) -> bytes:
-    """The bytes after these edits (kind, position in millionths of the length, value)."""
+    """Apply edits (kind, position in millionths of the length, value) to bytes."""
     data = bytearray(content)
     for kind, millionths, value in edits:
         at = len(data) * millionths // 1_000_000
@@ -105,7 +105,7 @@ MODES = (
 
 @cache
 def encoded(format: str, mode: str, width: int, height: int) -> bytes:
-    """A picture of noise; a black PNG where the format has no such mode."""
+    """Encode a picture of noise, or a black PNG where the format has no such mode."""
     rng = np.random.default_rng(width * height)
     image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
     buffer = io.BytesIO()
@@ -123,7 +123,7 @@ def encoded(format: str, mode: str, width: int, height: int) -> bytes:
 def png_of(
     width: int, height: int, depth: int, colour: int, extra: list[tuple[bytes, bytes]]
 ) -> bytes:
-    """A PNG whose header may claim anything, with valid checksums."""
+    """Write a PNG whose header may claim anything, with valid checksums."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -142,7 +142,7 @@ def png_of(
 
 
 def picture(draw: Draw) -> bytes:
-    """An encoded picture, which may be damaged or have a header of false values."""
+    """Draw an encoded picture, which may be damaged or have a header of false values."""
     if draw(st.integers(0, 9)) == 0:
         side = st.sampled_from((0, 1, 2, 40, 13_000, 60_000, (1 << 31) - 1))
         depth, colour = (
@@ -197,7 +197,7 @@ SIZES = (None, None, None, None, None, 0, 1, -1, -512, -(1 << 40), 1 << 33, (1 <
 
 
 def header(name: str, kind: bytes, size: int, format: Any, *, sound: bool = True) -> bytes:
-    """A tar's header of any size, valid or not; its checksum is wrong if `sound` is False."""
+    """Write a tar's header of any size, valid or not, with a wrong checksum if `sound` is False."""
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, "a.png" if kind in (b"1", b"2") else ""
     block = info.tobuf(format, "utf-8", "surrogateescape")
@@ -210,12 +210,12 @@ def header(name: str, kind: bytes, size: int, format: Any, *, sound: bool = True
 
 
 def _base_256(size: int) -> bytes:
-    """GNU's encoding of a size that octal digits cannot hold."""
+    """Encode a size that octal digits cannot hold as GNU does."""
     return ((0x80 << 88) + size if size >= 0 else (1 << 96) + size).to_bytes(12, "big")
 
 
 def tar_of(draw: Draw, depth: int = 0) -> bytes:
-    """A tar of valid and unusual members; it may be compressed, cut or have bytes changed."""
+    """Draw a tar of valid and unusual members, which may be compressed, cut or have bytes changed."""
     format = draw(st.sampled_from((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)))
     parts = []
     for _ in range(draw(st.integers(0, 7))):
@@ -267,7 +267,7 @@ def good_tar() -> bytes:
 
 
 def make_tar(draw: Draw, folder: Path) -> None:
-    """A source with a good shard and a drawn one, which is also the shard of a retrieval set and of a probe set."""
+    """Write a source with a good shard and a drawn one, which is also that of a retrieval set and of a probe set."""
     content = edited(good_tar(), draw(EDITS)) if draw(st.integers(0, 2)) == 0 else tar_of(draw)
     (folder / "source").mkdir()
     (folder / "source" / "0.tar").write_bytes(good_tar())
@@ -288,7 +288,7 @@ def make_tar(draw: Draw, folder: Path) -> None:
 
 
 def json_bytes(draw: Draw, good: Any) -> bytes:
-    """JSON: `good`, any other, nested too deep, in another encoding, or with bytes changed."""
+    """Draw JSON: `good`, any other, nested too deep, in another encoding, or with bytes changed."""
     kind = draw(
         st.sampled_from(("good", "good", "good", "other", "edited", "edited", "deep", "utf-16"))
     )
@@ -354,7 +354,7 @@ def make_table(draw: Draw, folder: Path) -> None:
 
 
 def make_annotations(draw: Draw, folder: Path) -> None:
-    """Karpathy's and Visual Genome's JSON, plain or in a zip."""
+    """Write Karpathy's and Visual Genome's JSON, plain and in a zip."""
     (folder / "p.png").write_bytes(encoded("PNG", "RGB", 40, 30))
     odd = st.one_of(st.none(), JSON)
     sentence = {"raw": "a cat", "sentid": 1} | draw(
@@ -441,14 +441,14 @@ def make_pairs(draw: Draw, folder: Path) -> None:
 
 @cache
 def model() -> torch.nn.Module:
-    """A dual encoder of some thousand parameters, registered as `fuzz-tiny`."""
+    """Build a dual encoder of some thousand parameters, registered as `fuzz-tiny`."""
     torch.manual_seed(0)
     return open_clip.create_model("fuzz-tiny", load_weights=False)
 
 
 @cache
 def checkpoint(legacy: bool) -> bytes:
-    """A checkpoint as training writes it in the middle of an epoch."""
+    """Write a checkpoint as training does in the middle of an epoch."""
     return saved(dict(good_content()), legacy)
 
 
@@ -466,7 +466,7 @@ def saved(content: Any, legacy: bool = False) -> bytes:
 
 
 def make_checkpoint(draw: Draw, folder: Path) -> None:
-    """RUN/params.txt and RUN/checkpoints/epoch_1.pt."""
+    """Write RUN/params.txt and RUN/checkpoints/epoch_1.pt."""
     kind = draw(
         st.sampled_from(
             ("edited", "edited", "edited", "legacy", "entry", "entry", "content", "pickle", "other")
@@ -500,7 +500,7 @@ def make_checkpoint(draw: Draw, folder: Path) -> None:
 
 
 def make_export(draw: Draw, folder: Path) -> None:
-    """A folder with open_clip_config.json and weights in safetensors; one of the two may be damaged."""
+    """Write a folder with open_clip_config.json and weights in safetensors, one of which may be damaged."""
     from safetensors.torch import save
 
     config: dict[str, Any] = json.loads(json.dumps({"model_cfg": MODEL, "preprocess_cfg": {}}))

@@ -120,7 +120,7 @@ def command(folder: Path, line: str) -> str | None:
 
 
 def resuming(folder: Path) -> None:
-    """The steps of training's `--resume latest`."""
+    """Take the steps of training's `--resume latest`."""
     path = folder / CHECKPOINT
     checkpointing.newest_whole(str(path.parent))
     if checkpointing.is_archive(path) and (damage := checkpointing.damage_of(path)) is not None:
@@ -156,7 +156,7 @@ def loading(folder: Path, where: str) -> None:
 
 
 def picture(folder: Path, how: str) -> str | None:
-    """`pil` and `arrays` are training's two paths, with crop and transform; `whole` decodes as evaluation does."""
+    """Decode by one of training's two paths (`pil`, `arrays`), with crop and transform, or `whole` as evaluation does."""
     data = (folder / "picture").read_bytes()
     try:
         if how == "whole":

@@ -52,7 +52,7 @@ class Failed(Exception):
 
 
 def outcome_of(read: Reader, folder: Path) -> str:
-    """The outcome of one reader on one input: WORKS, SENTENCE or `readers.BAD_SAMPLE`.
+    """Return the outcome of one reader on one input: WORKS, SENTENCE or `readers.BAD_SAMPLE`.
 
     Raises:
         Failed: it hung, took more than LIMIT_BYTES, or raised something else than a UserError of one sentence.
@@ -106,7 +106,7 @@ def prepare(folder: Path) -> None:
 def fuzz(
     kind: str, tally: Tally, *, examples: int, seconds: float, number: int | None = None
 ) -> None:
-    """Draw up to `examples` inputs of a kind for about `seconds`; each of the kind's readers reads each input.
+    """Draw up to `examples` inputs of a kind for about `seconds`, each of which all the kind's readers read.
 
     Args:
         number: a seed; without one, hypothesis draws the same inputs at each call, as many as the time allows.

@@ -92,7 +92,7 @@ def source_probe_guesses(
     concepts: Sequence[Any] | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """(N,) True where a linear probe guesses the source from one embedding; chance is the largest source's share.
+    """Return (N,) True where a linear probe guesses the source from one embedding.
 
     The probe is logistic regression on standardised features with an L2 penalty (C = 0.1, fixed: without one, 0.2 dimensions a
     sample are enough to overfit). Folds are stratified and shuffled; each sample is guessed once, by a probe that was not
@@ -135,7 +135,7 @@ def source_probe_guesses(
 
 
 def check_source_probe(source: Sequence[Any], concepts: Sequence[Any] | None = None) -> None:
-    """Check sources and concepts for `source_probe_guesses` before anything is encoded; UserError if they do not fit."""
+    """Check sources and concepts for `source_probe_guesses` before anything is encoded."""
     sizes = Counter(source)
     least = min(sizes.values())
     if least < FOLDS:
@@ -155,7 +155,7 @@ def check_source_probe(source: Sequence[Any], concepts: Sequence[Any] | None = N
 
 
 def probe_groups(concepts: Sequence[str | None]) -> list[str] | None:
-    """(N,) concepts for the source probe, a pair without one being a concept of its own; None if no pair has one."""
+    """Return (N,) concepts for the source probe, a pair without one being a concept of its own, or None if no pair has one."""
     if all(concept is None for concept in concepts):
         return None
     return [f"\0{row}" if concept is None else concept for row, concept in enumerate(concepts)]
@@ -308,7 +308,7 @@ def _own_pairs(images: Tensor, texts: Tensor, units: Tensor) -> PoolHits:
 
 
 def _pool(images: Tensor, texts: Tensor, image_labels: Tensor, text_labels: Tensor) -> PoolHits:
-    """The pool in which all items of the query's label are right; the labels are the units."""
+    """Rank a pool in which all items of the query's label are right, and labels are the units."""
     ways = ((images, texts, image_labels, text_labels), (texts, images, text_labels, image_labels))
     hits, ties = [], {}
     for name, (queries, keys, labels, key_labels) in zip(DIRECTIONS, ways, strict=True):

@@ -34,7 +34,7 @@ Length = tuple[int, int]
 
 
 def caption_length(caption: str) -> Length:
-    """Words, then characters."""
+    """Count words and characters."""
     return len(caption.split()), len(caption)
 
 
@@ -54,7 +54,11 @@ def framed(content: bytes) -> bytes:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """The shards of a folder in order. UserError if there are none."""
+    """List the shards of a folder in order.
+
+    Raises:
+        UserError: there are none.
+    """
     if shards := sorted(folder.glob("*.tar")) or sorted(folder.glob("train/*.tar")):
         return shards
     raise UserError(f"{folder} holds no shards; zerovl data public cc3m --out {folder} writes them")
@@ -78,7 +82,7 @@ def pairs_of(shard: Path) -> Iterator[tuple[str, Sample]]:
 
 
 def threshold_of(lengths: Counter[Length]) -> Length:
-    """The length from which on a caption is long, so that the halves are as equal as captions of the same length allow.
+    """Choose the length from which on a caption is long, so that the halves are as equal as ties allow.
 
     Raises:
         UserError: all captions have one length.
@@ -94,7 +98,7 @@ def threshold_of(lengths: Counter[Length]) -> Length:
 
 
 def write_halves(source: Path, out: Path, *, progress: bool = True) -> dict[str, int]:
-    """Write both halves of a source; returns their numbers of pairs, and of pictures that could not be decoded (`bad`).
+    """Write both halves of a source, and count their pairs and the pictures that could not be decoded (`bad`).
 
     Raises:
         UserError: no shards, a shard that cannot be read, captions of one length, a folder that cannot be written.

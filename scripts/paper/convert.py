@@ -184,7 +184,7 @@ def _spec(
     side: int,
     normalization: str,
 ) -> ModelSpec:
-    """The description of the converted model."""
+    """Describe the converted model."""
     mean, std = NORMALIZATIONS[normalization]
     return ModelSpec(
         name=f"{timm_name} with {Path(text_source).name}",
@@ -216,7 +216,7 @@ def _spec(
 
 
 def _notes(encoder: DualEncoder, trained_side: int, side: int, normalization: str) -> list[str]:
-    """The card's sentences on the conversion."""
+    """Write the card's sentences on the conversion."""
     mean, std = NORMALIZATIONS[normalization]
     notes = [
         f"Images are normalised with mean {mean} and standard deviation {std}, as was asked for (`{normalization}`).",
@@ -299,7 +299,7 @@ def _placed(
     timm_name: str,
     side: int,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All weights under the names of open_clip's model, and its vision config."""
+    """Return all weights under the names of open_clip's model, and its vision config."""
     native_side = trunk.patch_embed.img_size[0]
     placed = {f"text.transformer.{key}": tensor for key, tensor in encoder.text.items()}
     placed |= {"text.proj.weight": encoder.text_projection, "logit_scale": encoder.logit_scale}
@@ -351,7 +351,7 @@ Encode = Callable[[Tensor], Tensor]
 def _own_towers(
     encoder: DualEncoder, timm_name: str, side: int, text_source: str
 ) -> tuple[Encode, Encode]:
-    """The checkpoint's towers as timm and transformers build them, without open_clip."""
+    """Build the checkpoint's towers by timm and transformers, without open_clip."""
     trunk = timm.create_model(timm_name, pretrained=False, num_classes=0, img_size=side).eval()
     positions = timm.layers.resample_abs_pos_embed(
         encoder.image["pos_embed"], trunk.patch_embed.grid_size

@@ -135,7 +135,7 @@ def train_lars(
     state_file: Path,
     evaluate: Callable[[nn.Module], float],
 ) -> tuple[nn.Linear, list[dict[str, float]]]:
-    """Train the head. Each epoch is saved; a call after an interruption continues after the last whole epoch.
+    """Train the head, from the last whole epoch of an interrupted call on.
 
     Order, augmentation and initial weights are functions of (seed, epoch, image). On the CPU in fp32 a resumed run therefore
     ends with the weights of a run never interrupted, bit for bit.
@@ -231,7 +231,7 @@ def train_lars(
 def _micro_batches(
     count: int, batch: int, micro_batch: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Return the indices of an epoch's images in shuffled order, as micro-batches; each effective batch begins with a new one.
+    """Shuffle the indices of an epoch's images into micro-batches, so that each effective batch begins with a new one.
 
     7 images, batches of 3, micro-batches of 2: [[a, b], [c], [d, e], [f]]
     """
@@ -254,7 +254,7 @@ Listing = tuple[Sequence[str | os.PathLike[str]], Sequence[str]]
 def _torchvision(
     dataset: Callable[..., Any], train: str, test: str, files: str, targets: str, **options: Any
 ) -> Callable[[Path, str], Listing]:
-    """The listing of a dataset of torchvision, whose attributes hold the files and the numbers of their classes.
+    """List a dataset of torchvision, whose attributes hold the files and the numbers of their classes.
 
     The files are opened by this package: torchvision opens pictures of any format.
     """
@@ -292,7 +292,7 @@ def _cub(root: Path, role: str) -> Listing:
     root = root / "CUB_200_2011" if (root / "CUB_200_2011").is_dir() else root
 
     def column(name: str) -> dict[str, str]:
-        """The second column of a file by the first, an image's number."""
+        """Read the second column of a file by the first, an image's number."""
         rows = (
             line.split(maxsplit=1)
             for line in (root / name).read_text(encoding="utf-8").splitlines()
@@ -323,7 +323,7 @@ _DATASETS: dict[str, Callable[[Path, str], Listing]] = {
 
 
 def open_set(spec: str, role: str) -> IndexedSet:
-    """Index a labelled set; the text of this module lists the forms of `spec`.
+    """Index a labelled set of a form that the text of this module lists.
 
     Args:
         role: `train` or `test`; it chooses the split of a dataset that has splits of its own.

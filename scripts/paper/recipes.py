@@ -73,7 +73,7 @@ class Hardware:
 
 
 def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple[int, int]:
-    """Micro-batch B and DGA steps K: B*K*ranks is the recipe's effective batch, or the multiple of B*ranks nearest to it.
+    """Choose micro-batch B and DGA steps K, so that B*K*ranks is the recipe's effective batch or as near as B*ranks allows.
 
     Raises:
         SystemExit: a run without DGA on GPUs that do not hold its batch.
@@ -115,7 +115,7 @@ def micro_batch_that_fits(recipe: Recipe, memory_gib: float, settings: Settings)
 
 
 def data_flags(recipe: Recipe, data: Path) -> Settings:
-    """--train-data of the recipe's sources, --retrieval-data of the sets that exist."""
+    """Name the recipe's sources for --train-data, and the sets that exist for --retrieval-data."""
     named = []
     for source in recipe.sources:
         clusters = data / source / "train-data.txt"  # written by scripts.paper.cluster
@@ -160,7 +160,7 @@ def missing_for(recipe: Recipe, data: Path, settings: Settings) -> str:
 def training_flags(
     recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings
 ) -> Settings:
-    """The flags of training.main for a recipe, without those of its batch."""
+    """Collect the flags of training.main for a recipe, without those of its batch."""
     flags: Settings = {
         **data_flags(recipe, data),
         **BASE,
@@ -184,7 +184,7 @@ def training_flags(
 def probe_line(
     recipe: Recipe, name: str, data: Path, hardware: Hardware, settings: Settings
 ) -> list[str]:
-    """`scripts.paper.probe` for a recipe; `--set model=` names the checkpoint."""
+    """Write the command of `scripts.paper.probe` for a recipe, whose checkpoint `--set model=` names."""
     specs = [str(data / source) for source in recipe.sources]
     if len(specs) == 1:  # a dataset that brings its split
         specs = [f"{recipe.sources[0]}:{specs[0]}"] * 2
@@ -207,7 +207,7 @@ def probe_line(
 def sbatch_line(
     name: str, hardware: Hardware, arguments: Sequence[str], options: Sequence[str]
 ) -> list[str]:
-    """The command that submits the run to SLURM, with further `options` for sbatch."""
+    """Write the command that submits the run to SLURM, with further `options` for sbatch."""
     return [
         "sbatch", f"--nodes={hardware.nodes}", f"--job-name={name}",
         *([f"--gres=gpu:{hardware.gpus}"] if hardware.gpus else []), *options,
@@ -273,7 +273,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
-    """True if the run goes to SLURM. A dry run on several nodes shows the sbatch command even without sbatch.
+    """Return whether the run goes to SLURM, as a dry run on several nodes does even without sbatch.
 
     Raises:
         SystemExit: the GPUs of a SLURM node are not known; several nodes without SLURM.
@@ -295,7 +295,7 @@ def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
 
 
 def run_line(name: str, line: list[str], *, dry_run: bool) -> int:
-    """Print the recipe and one command, and become it; returns the exit status 0 of a dry run."""
+    """Print the recipe and one command, and become it unless it is a dry run."""
     recipe = RECIPES[name]
     print(
         f"{name}: {recipe.paper}: {recipe.result}; the paper: {recipe.hardware}, time {recipe.time}"

@@ -60,7 +60,11 @@ RECIPES = {name: Recipe(**one) for name, one in _TABLE["recipes"].items()}
 
 
 def find_recipe(name: str) -> str | None:
-    """A recipe's name with or without the make targets' `train-`: "train-debiased" is `debiased`. None if there is none."""
+    """Find a recipe by its name with or without the make targets' `train-`: "train-debiased" is `debiased`.
+
+    Returns:
+        None if there is none.
+    """
     return next(
         (
             known
@@ -72,7 +76,7 @@ def find_recipe(name: str) -> str | None:
 
 
 def described(name: str) -> str:
-    """A recipe as a few lines: paper, metric, hardware, time, data, batch, differences from the base, command."""
+    """Describe a recipe in a few lines: paper, metric, hardware, time, data, batch, differences from the base, command."""
     recipe = RECIPES[name]
     given = [
         f"--{flag}" + (f" {value}" if value else "")

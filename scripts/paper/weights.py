@@ -62,11 +62,11 @@ class Comparison:
 
     @property
     def paper(self) -> dict[str, float]:
-        """The paper's numbers, by the names of MEASURED."""
+        """Return the paper's numbers, by the names of MEASURED."""
         return dict(zip(MEASURED, PAPER[self.weights][self.set_name], strict=True))
 
     def verdict(self) -> str:
-        """Say whether the numbers agree; both sides are rounded to a tenth, as the paper prints them."""
+        """Say whether the numbers agree, both rounded to a tenth as the paper prints them."""
         images, captions = SIZES[self.set_name]
         if (self.ours["images"], self.ours["captions"]) != (images, captions):
             return (
@@ -106,7 +106,7 @@ def table_of(comparisons: Sequence[Comparison]) -> str:
 
 
 def parse_checkpoints(spec: str) -> dict[str, Path]:
-    """`"14m=FILE::100m=FILE"` as a table.
+    """Read `"14m=FILE::100m=FILE"` as a table.
 
     Raises:
         UserError: an entry without one of these names, or a name given twice.
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, print and write; returns 0 if all numbers agree, else 1."""
+    """Compare, print and write, and return 0 if all numbers agree, else 1."""
     sets = {name: value for name in SIZES if (value := getattr(options, name))}
     checkpoints = parse_checkpoints(options.checkpoints)
     if not sets:
