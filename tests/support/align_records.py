@@ -14,7 +14,7 @@ Records = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (question, row) ->
 
 
 def read_records(file: Path) -> Records:
-    """The records of the runs."""
+    """Read the records of the runs."""
     records: Records = {}
     for record in json.loads(file.read_text(encoding="utf-8")):
         question, row, seed = record["key"]
@@ -23,7 +23,7 @@ def read_records(file: Path) -> Records:
 
 
 def measures_of(record: dict[str, Any]) -> dict[str, float]:
-    """The measures of the tables, in percent: `within` and `clothing` are the protocol's."""
+    """Compute the measures of the tables, in percent, of which `within` and `clothing` are the protocol's."""
     alone = [scores for name, scores in record["scores"].items() if "+" not in name]
     first = alone[0]
     return {
@@ -36,7 +36,7 @@ def measures_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def pairs_table(records: Records, protocol: dict[str, Any]) -> str:
-    """Means over seeds by number of photographs, with the standard deviation of RSUM; beside them the plain loop's RSUM."""
+    """Write means over seeds by number of photographs, with RSUM's standard deviation and the plain loop's RSUM."""
     rows = []
     for pairs in protocol["pairs"]:
         runs = [measures_of(run) for run in records[("pairs", str(pairs))].values()]

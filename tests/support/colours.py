@@ -35,7 +35,7 @@ def drawn(path: str, labels: list[str], read: Callable[[int], Image.Image]) -> D
 
 
 def colour_set(count: int, *, seed: int = 0, mixed_up: bool = False, px: int = 40) -> IndexedSet:
-    """Noisy pictures of three colours; the mean colour separates the classes. Shuffled labels carry no information."""
+    """Make noisy pictures of three colours, whose mean separates the classes unless labels are shuffled."""
     rng = np.random.default_rng(seed)
     names = list(COLOURS)
     labels = [names[i % 3] for i in range(count)]

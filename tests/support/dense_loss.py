@@ -60,7 +60,7 @@ class DenseLoss(nn.Module):
 
 
 def cross_entropies(logits: Tensor, over_texts: Tensor, over_images: Tensor) -> Tensor:
-    """The mean of both directions: from targets to softmaxes."""
+    """Average the cross entropies of both directions."""
     return sum(
         -(target * logits.log_softmax(dim=dim)).sum() / (2 * len(logits))
         for dim, target in ((1, over_texts), (0, over_images))
@@ -68,7 +68,7 @@ def cross_entropies(logits: Tensor, over_texts: Tensor, over_images: Tensor) -> 
 
 
 def sample_ids(b: int, seed: int) -> dict[str, Tensor]:
-    """Sources, captions and pictures of b samples, of which many are shared, within one call and between calls."""
+    """Draw sources, captions and pictures of b samples, of which many are shared, within one call and between calls."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randint(0, kinds, (b,), generator=generator)

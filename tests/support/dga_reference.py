@@ -56,7 +56,7 @@ def vit(patch_dropout: float = 0.25) -> dict[str, Any]:
 def bert_clip(
     dtype: torch.dtype = torch.float64, *, bias: bool = False, seed: int = 0, **vision: Any
 ) -> nn.Module:
-    """open_clip's ViT with token drop 0.25 and a Hugging Face BERT with dropout 0.1, in training mode."""
+    """Build open_clip's ViT with token drop 0.25 and a Hugging Face BERT with dropout 0.1, in training mode."""
     torch.manual_seed(seed)
     model = open_clip.CustomTextCLIP(
         embed_dim=16,
@@ -85,7 +85,7 @@ def batches(
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every trainable parameter's gradient, by the name it has inside of wrappers; removes them from the model."""
+    """Take every trainable parameter's gradient from the model, by the name it has inside of wrappers."""
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -159,7 +159,7 @@ def one_graph(
 
 
 def error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """The largest parameter error, as the module's head defines it; NaN if one is NaN."""
+    """Compute the largest parameter error, as the module's head defines it, NaN if one is NaN."""
     return torch.tensor(list(errors(found, reference).values())).max().item()
 
 
@@ -168,7 +168,7 @@ def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, 
 
 
 def sharp_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """The largest parameter error against its own gradient, or against all gradients where its own is below 1e-6 of them.
+    """Compute the largest error against the parameter's own gradient, or against all where its own is below 1e-6 of them.
 
     There the error is that of rounding in a sum whose true value is zero, which `error` divides by as little as 1e-6.
     """
@@ -177,7 +177,7 @@ def sharp_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float
 
 
 def error_of_all(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """The error of all gradients as one vector."""
+    """Compute the error of all gradients as one vector."""
     return math.hypot(*_relative(found, reference, lambda own, total: total).values())
 
 
@@ -186,7 +186,7 @@ def _relative(
     reference: dict[str, Tensor],
     measure: Callable[[float, float], float],
 ) -> dict[str, float]:
-    """The error of each gradient by a measure of (its norm, the norm of all); the error itself where all are zero."""
+    """Compute each gradient's error by a measure of (its norm, the norm of all), itself where all are zero."""
     assert found.keys() == reference.keys()
     norms = {name: g.double().norm().item() for name, g in reference.items()}
     total = math.hypot(*norms.values())
@@ -202,7 +202,7 @@ SEED = 5
 def reference(
     model: nn.Module, loss: Callable[..., Any], micro_batches: Sequence[Any], **options: Any
 ) -> Any:
-    """`one_graph` from the seed."""
+    """Run `one_graph` from the seed."""
     torch.manual_seed(SEED)
     return one_graph(model, loss, micro_batches, **options)
 

@@ -48,7 +48,7 @@ GIB = 2**30
 
 
 def calling_line() -> str:
-    """ "package/file.py function: source" of the innermost frame that is neither torch's nor this module's."""
+    """Describe as "package/file.py function: source" the innermost frame that is neither torch's nor this module's."""
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename
         if "/site-packages/torch/" in path and "grad_scaler" not in path:
@@ -170,7 +170,7 @@ class Engine:
 
 
 def reached_from(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that a backward pass from `outputs` would reach."""
+    """Find the leaves that a backward pass from `outputs` would reach."""
     todo, seen, found = [output.grad_fn for output in outputs], set(), []
     while todo:
         node = todo.pop()
@@ -185,7 +185,7 @@ def reached_from(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[FakeTensorMode]:
-    """Within, tensors are fake, `torch.cuda` answers the calls of a step, and autograd's engine is the stub."""
+    """Fake tensors within, where `torch.cuda` answers the calls of a step and autograd's engine is the stub."""
     allocated = [10 * GIB]
 
     def memory_allocated(device: Any = None) -> int:
@@ -223,7 +223,7 @@ def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[
 
 
 def to_fake_cuda(model: nn.Module) -> nn.Module:
-    """Replace parameters and buffers by fake ones on cuda:0; to be called within `fake_cuda`."""
+    """Replace parameters and buffers by fake ones on cuda:0, within `fake_cuda`."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -259,7 +259,7 @@ class FakeDDP(DistributedDataParallel):
 
 @contextlib.contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """Within, torch.distributed has this many ranks, of which this process is the first and none answers."""
+    """Fake this many ranks within, of which this process is the first and none answers."""
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield

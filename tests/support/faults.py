@@ -56,7 +56,7 @@ def _signals(*numbers: int) -> Callable[[], None]:
 
 
 def _defect_in_a_worker() -> None:
-    """At its seventh micro-batch, after steps that were trained."""
+    """Fail at its seventh micro-batch, after steps that were trained."""
     stock, calls = mixture.collate_images, []
 
     def collate(*arguments):
@@ -138,7 +138,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def install(name: str | None, step: int = 2) -> None:
-    """Install a fault in this process, which comes in its `step`-th optimizer step; None leaves it whole."""
+    """Install a fault in this process, which comes in its `step`-th optimizer step, or none."""
     global _step
     _step = step
     if name is not None:

@@ -11,7 +11,7 @@ from support.tiny_clip import NATIVE_VISION, bert_text, register
 
 
 def small_model(configs: Path, name: str, text_folder: Path) -> str:
-    """Register a small model with dropout 0.1 everywhere in the text tower and token drop in the image tower; its name."""
+    """Register a small model with dropout 0.1 everywhere in the text tower and token drop in the image tower."""
     text = {**bert_text(text_folder), "context_length": 24}
     return register(
         configs, name, {**NATIVE_VISION, "patch_dropout": 0.25}, text, init_logit_scale=3.9

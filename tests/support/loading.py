@@ -29,7 +29,7 @@ def loader_of(
     preprocessing: dict[str, Any] | None = None,
     **options: Any,
 ) -> MixtureLoader:
-    """A loader with all bad samples allowed.
+    """Make a loader with all bad samples allowed.
 
     Args:
         sources: or `--train-data`.
@@ -61,7 +61,7 @@ def epoch_of(
     lost: Counter[str] | None = None,
     **options: Any,
 ) -> list[list[tuple[torch.Tensor, ...]]]:
-    """[rank][micro-batch] -> the batch, of one epoch of all ranks.
+    """Load one epoch of all ranks as [rank][micro-batch].
 
     Args:
         lost: collects "source: reason" of the samples that the ranks have replaced; None refuses bad samples.
@@ -85,7 +85,7 @@ def epoch_of(
 
 
 def steps_of(ranks: list[list[tuple[torch.Tensor, ...]]], dga_steps: int = 1) -> list[list[int]]:
-    """The IDs of each optimizer step, over all ranks and micro-batches."""
+    """List the IDs of each optimizer step, over all ranks and micro-batches."""
     return [
         [
             number

@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 def picture(number: int, format: str = "PNG", size: tuple[int, int] = (24, 20)) -> bytes:
-    """A picture that no other number has."""
+    """Make a picture that no other number has."""
     pixels = np.random.default_rng(number).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     content = io.BytesIO()
     Image.fromarray(pixels).save(content, format)
@@ -39,7 +39,7 @@ def picture(number: int, format: str = "PNG", size: tuple[int, int] = (24, 20)) 
 
 
 def make_pairs(count: int = 12) -> list[Pair]:
-    """Pairs of two sources; every third picture has three captions."""
+    """Make pairs of two sources, where every third picture has three captions."""
     return [
         Pair(
             f"{'ab'[number % 2]}/{number:03d}.{'jpg' if number % 4 == 1 else 'png'}",
@@ -93,20 +93,20 @@ def _write_table(
 def as_csv(
     folder: Path, pairs: list[Pair], *, separator: str = ",", name: str = "pairs.csv"
 ) -> Path:
-    """A row a caption, paths relative to the table."""
+    """Write a row a caption, paths relative to the table."""
     rows = [(pair.name, caption, pair.source) for pair in pairs for caption in pair.captions]
     return _write_table(folder, pairs, ("filepath", "title", "kind"), rows, name, separator)
 
 
 def as_columns_csv(folder: Path, pairs: list[Pair]) -> Path:
-    """A row a picture, captions in numbered columns, with semicolons."""
+    """Write a row a picture, captions in numbered columns, with semicolons."""
     header = ("Image", "Caption 1", "Caption 2", "Caption 3", "kind")
     rows = [(pair.name, *[*pair.captions, "", ""][:3], pair.source) for pair in pairs]
     return _write_table(folder, pairs, header, rows, separator=";")
 
 
 def as_listed_csv(folder: Path, pairs: list[Pair]) -> Path:
-    """A row a picture, captions as pandas writes a list into a cell."""
+    """Write a row a picture, captions as pandas writes a list into a cell."""
     rows = [(pair.name, repr(pair.captions), pair.source) for pair in pairs]
     return _write_table(folder, pairs, ("path", "captions", "kind"), rows)
 
@@ -129,7 +129,7 @@ def as_json_list(folder: Path, pairs: list[Pair]) -> Path:
 
 
 def as_coco(folder: Path, pairs: list[Pair]) -> Path:
-    """MS-COCO's captions: images, and annotations in another order."""
+    """Write MS-COCO's captions: images, and annotations in another order."""
     write_pictures(folder, pairs)
     images = [{"id": number, "file_name": pair.name} for number, pair in enumerate(pairs)]
     annotations = [
@@ -144,7 +144,7 @@ def as_coco(folder: Path, pairs: list[Pair]) -> Path:
 
 
 def as_tars(folder: Path, pairs: list[Pair]) -> Path:
-    """img2dataset's webdataset form: `txt` and `json` beside the picture, and a parquet without pictures beside the tar."""
+    """Write img2dataset's webdataset form: `txt` and `json` beside the picture, and a parquet without pictures."""
     for shard in range(2):
         members = []
         for number, pair in enumerate(pairs[shard::2]):
@@ -181,7 +181,7 @@ def _table(pairs: list[Pair], pictures: list, name: str):
 
 
 def as_parquet(folder: Path, pairs: list[Pair]) -> Path:
-    """img2dataset's parquet form: a column of bytes, in two files."""
+    """Write img2dataset's parquet form: a column of bytes, in two files."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate((pairs[:5], pairs[5:])):
         pyarrow.parquet.write_table(
@@ -217,7 +217,7 @@ def as_parquet_paths(folder: Path, pairs: list[Pair]) -> Path:
 
 
 def as_saved_dataset(folder: Path, pairs: list[Pair]) -> Path:
-    """`datasets.Dataset.save_to_disk`: Arrow streams, and `state.json` that lists them."""
+    """Write as `datasets.Dataset.save_to_disk`: Arrow streams, and `state.json` that lists them."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"data-{number:05d}-of-00002.arrow" for number in range(2)]
     for name, part in zip(names, (pairs[:7], pairs[7:]), strict=True):
@@ -255,7 +255,7 @@ ARROW_FORMS = {"parquet", "parquet, a row a caption", "parquet of paths", "saved
 
 
 def samples_of(folder: Path) -> list[Sample]:
-    """All samples of a folder's shards, in order."""
+    """Read all samples of a folder's shards, in order."""
     return [sample for shard in sorted(folder.glob("*.tar")) for sample in read_samples(shard)]
 
 

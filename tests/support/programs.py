@@ -33,7 +33,7 @@ COMMON = [
 
 
 def torchrun(ranks: int) -> list[str]:
-    """The arguments after Python that start a program in this number of processes; none for one."""
+    """Return the arguments after Python that start a program in this number of processes, none for one."""
     return (
         []
         if ranks == 1
@@ -42,7 +42,7 @@ def torchrun(ranks: int) -> list[str]:
 
 
 def run_ranks(ranks: int, file: str, *arguments: str, timeout: float = 240) -> None:
-    """Run a file of tests as a program under torchrun, with this process's `sys.path`; all its ranks have to succeed."""
+    """Run a file of tests as a program under torchrun, with this process's `sys.path`, whose ranks all have to succeed."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -64,7 +64,7 @@ def launch(
     gradient: Path | None = None,
     status: int = 0,
 ):
-    """Run the training script in `ranks` processes (torchrun), which must end with `status`; returns the finished process."""
+    """Run the training script in `ranks` processes (torchrun), which must end with `status`."""
     command = [warm.python(), *torchrun(ranks), str(SCRIPT), program, str(config)]
     for flag, file in (("--record", record), ("--gradient", gradient)):
         command += [flag, str(file)] if file else []

@@ -35,12 +35,12 @@ class RecipeModel:
         return self.tokenizer(["a photo of a cat beside two dogs on the road"] * size)
 
     def optimizer(self, lr: float = 0.0) -> torch.optim.Optimizer:
-        """Training's AdamW."""
+        """Make training's AdamW."""
         groups = parameter_groups(self.model, 0.2, exempt_embeddings=False)
         return torch.optim.AdamW(groups, lr=lr)
 
     def step(self, optimizer: torch.optim.Optimizer, retain: int, **more: Any) -> RecipeStep:
-        """Training's step, of one rank."""
+        """Make training's step, of one rank."""
         return RecipeStep(
             self.model,
             ContrastiveLoss(),

@@ -37,7 +37,7 @@ def gradient_errors(
     loss: Callable[..., Tensor],
     **loss_inputs: Any,
 ) -> tuple[float, list[float]]:
-    """A dense loss of a recorded step, and of each rank the largest error of its gradient against that loss' own."""
+    """Compute a dense loss of a recorded step, and the largest error of each rank's gradient against that loss' own."""
     model.zero_grad()
     value = loss(**features_of(model, entries), **loss_inputs)
     value.backward()

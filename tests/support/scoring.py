@@ -15,6 +15,6 @@ from open_clip_zerovl.evaluate.retrieval import (
 def score_checkpoint(
     model: str, data: str, *, output: Path | None = None, gallery: Path | None = None, **settings
 ):
-    """On the CPU."""
+    """Score a checkpoint on the CPU."""
     files = RetrievalFiles(json=output, gallery=gallery)
     return run_retrieval(Encoder(model, device="cpu"), data, RetrievalSettings(**settings), files)

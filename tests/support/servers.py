@@ -39,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
         *,
         announced: int | None = None,
     ) -> None:
-        """Send an answer; `announced` is the length that its header claims, if not the true one."""
+        """Send an answer, whose header claims the length `announced` if it is given."""
         self.send_response(status)
         length = str(len(content) if announced is None else announced)
         for name, value in {"Content-Length": length, **(headers or {})}.items():
@@ -196,7 +196,7 @@ class ShardServer:
         self.start()
 
     def start(self) -> None:
-        """Listen, on the same port as before."""
+        """Listen on the same port as before."""
         self._listener = _Listener(_Shards, self.port)
         self._listener.owner, self.port = self, self._listener.port
         self._listener.__enter__()
@@ -228,7 +228,7 @@ class ShardServer:
 def photo(
     number: int, width: int = 120, height: int = 80, format: str = "JPEG", mode: str = "RGB"
 ) -> bytes:
-    """A picture that no other number has, and that does not compress to nothing."""
+    """Make a picture that no other number has, and that does not compress to nothing."""
     pixels = np.random.default_rng(number).integers(0, 256, size=(8, 12, 3), dtype=np.uint8)
     content = io.BytesIO()
     Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST).convert(mode).save(
@@ -292,30 +292,30 @@ class _Hosts(Handler):
         self.wfile.write(b"0\r\n\r\n")
 
     def _cut(self, number: int, nth: int) -> None:
-        """The transfer breaks off."""
+        """Break the transfer off."""
         first, second = _half(number)
         self.answer(200, first, announced=len(first + second))
         self.close_connection = True
 
     def _huge(self, number: int, nth: int) -> None:
-        """More bytes than allowed, announced."""
+        """Announce more bytes than allowed."""
         self.answer(200, announced=10**12)
         self.close_connection = True
 
     def _flood(self, number: int, nth: int) -> None:
-        """Bytes without end, not announced."""
+        """Send bytes without end and without a length."""
         self.unannounced()
         for _ in range(10_000):
             self.wfile.write(bytes(1 << 16))
 
     def _drip(self, number: int, nth: int) -> None:
-        """A byte now and then: every single wait is short."""
+        """Send a byte now and then, so that every single wait is short."""
         content = photo(number)
         self.answer(200, announced=len(content))
         self.slowly(content, 0.1)
 
     def _open(self, number: int, nth: int) -> None:
-        """Half a picture at once, then a byte now and then; no length is announced: only the end shows that it is whole."""
+        """Send half a picture at once, then a byte now and then, without a length: only the end shows that it is whole."""
         first, second = _half(number)
         self.unannounced()
         self.wfile.write(first)
@@ -324,13 +324,13 @@ class _Hosts(Handler):
         self.wfile.write(second)
 
     def _half(self, number: int, nth: int) -> None:
-        """Half a picture without an announced length, then the end of the connection; whole at the second request."""
+        """Send half a picture without a length and end, and the whole picture at the second request."""
         content = photo(number)
         self.unannounced()
         self.wfile.write(content if nth > 1 else content[: len(content) // 2])
 
     def _silent(self, number: int, nth: int) -> None:
-        """The connection is accepted and never answered."""
+        """Accept the connection and never answer."""
         self.server.stopping.wait(20)
 
 

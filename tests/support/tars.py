@@ -13,19 +13,19 @@ from PIL import Image
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options) -> bytes:
-    """A picture as the bytes of a file, in one of Pillow's formats."""
+    """Encode a picture as the bytes of a file, in one of Pillow's formats."""
     buffer = io.BytesIO()
     image.save(buffer, form, **options)
     return buffer.getvalue()
 
 
 def png(color: tuple[int, int, int], px: int = 8) -> bytes:
-    """A PNG of one colour."""
+    """Encode a PNG of one colour."""
     return encoded(Image.new("RGB", (px, px), color))
 
 
 def noise_jpeg(seed: int, width_px: int, height_px: int, quality: int = 85) -> bytes:
-    """A JPEG with large shapes and a little noise, about as large in bytes as a photograph of its size."""
+    """Encode a JPEG with large shapes and a little noise, about as large in bytes as a photograph of its size."""
     rng = np.random.default_rng(seed)
     shapes = rng.integers(0, 256, (height_px // 16 + 2, width_px // 16 + 2, 3), dtype=np.uint8)
     pixels = np.asarray(
@@ -43,7 +43,7 @@ def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    """A tar of (name, content) members, in order."""
+    """Write a tar of (name, content) members, in order."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for name, content in members:
@@ -52,7 +52,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 
 def ids_of(captions: list[str]) -> torch.Tensor:
-    """(B,) the IDs of `write_source`'s captions, in a tokenizer's place."""
+    """Return (B,) the IDs of `write_source`'s captions, in a tokenizer's place."""
     return torch.tensor([int(caption.split()[-1]) for caption in captions])
 
 
@@ -66,7 +66,7 @@ def write_source(
     sizes: bool = True,
     caption: str = "sample",
 ) -> str:
-    """Shards whose captions are `caption ID` with IDs from `first_id` on; returns a --train-data component."""
+    """Write shards whose captions are `caption ID` with IDs from `first_id` on, and return a --train-data component."""
     table = {}
     for begin in range(0, count, per_shard):
         ids = range(first_id + begin, first_id + min(begin + per_shard, count))

@@ -62,7 +62,7 @@ def _sizes(width: int) -> dict[str, int]:
 
 
 def write_bert(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Path:
-    """A folder as `from_pretrained` reads it: BERT's config and a WordPiece tokenizer, no weights."""
+    """Write a folder as `from_pretrained` reads it: BERT's config and a WordPiece tokenizer, no weights."""
     folder.mkdir(parents=True)
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words, *"abcdefghijklmnopqrstuvwxyz"]
     vocab += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
@@ -76,7 +76,7 @@ def write_bert(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Pa
 
 
 def write_xlm_roberta(folder: Path, *, words: list[str] = WORDS, width: int = 32) -> Path:
-    """A folder as `from_pretrained` reads it: XLM-RoBERTa's config and a SentencePiece tokenizer, no weights."""
+    """Write a folder as `from_pretrained` reads it: XLM-RoBERTa's config and a SentencePiece tokenizer, no weights."""
     folder.mkdir(parents=True)
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     pieces = [f"\u2581{word}" for word in words] + list(
@@ -106,7 +106,7 @@ def write_xlm_roberta(folder: Path, *, words: list[str] = WORDS, width: int = 32
 def write_modernbert(
     folder: Path, *, words: list[str] = WORDS, width: int = 32, dropout: float = 0.1
 ) -> Path:
-    """A folder as `from_pretrained` reads it: ModernBERT's config, layers of both kinds, a byte-level BPE, no weights."""
+    """Write a folder as `from_pretrained` reads it: ModernBERT's config, layers of both kinds, a byte-level BPE."""
     modern = pytest.importorskip(
         "transformers.models.modernbert", reason="transformers before 4.48 has no ModernBERT"
     )
@@ -200,7 +200,7 @@ def write_run(
 
 
 def picture(rng: np.random.Generator, format: str = "PNG") -> bytes:
-    """A blurred random picture, not square."""
+    """Draw a blurred random picture, not square."""
     pixels = rng.integers(0, 256, size=(5, 6, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).resize((48, 40)).save(buffer, format=format)
@@ -229,7 +229,7 @@ def write_retrieval_set(
     seed: int = 0,
     extensions: tuple[str, ...] = ("png", "jpg"),
 ) -> list[list[str]]:
-    """CLIP_benchmark's layout with `counts[i]` captions for picture i; returns the captions."""
+    """Write CLIP_benchmark's layout with `counts[i]` captions for picture i, and return the captions."""
     rng = np.random.default_rng(seed)
     (folder / "test").mkdir(parents=True)
     (folder / "dataset_type.txt").write_text("retrieval\n")

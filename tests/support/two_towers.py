@@ -123,7 +123,7 @@ class Metric(ContrastiveLoss):
 
 
 def noisy(image_features, text_features, logit_scale, output_dict):
-    """A loss that drops features at random."""
+    """Compute a loss that drops features at random."""
     sides = (
         normalize(nn.functional.dropout(side, 0.3), dim=-1)
         for side in (image_features, text_features)
@@ -132,7 +132,7 @@ def noisy(image_features, text_features, logit_scale, output_dict):
 
 
 def tokens_and_experts(outputs, *inputs):
-    """A mean over counted entries, with a dropout of its own; a mean over samples; a sum alone, with the scale."""
+    """Return a mean over counted entries with a dropout of its own, a mean over samples, and a sum alone with the scale."""
     images, texts = outputs["image_features"], outputs["text_features"]
     noisy_images = nn.functional.dropout(images, 0.3)
     return {
@@ -214,7 +214,7 @@ def stock_clip():
 
 
 def with_frozen(part, make=bert_clip):
-    """The model with a module or parameter of that name frozen."""
+    """Freeze a module or parameter of that name."""
     model = make()
     (dict(model.named_modules()) | dict(model.named_parameters()))[part].requires_grad_(False)
     return model
@@ -227,7 +227,7 @@ def with_checkpointing():
 
 
 def with_lora():
-    """Adapters on both towers; both of their factors differ from zero."""
+    """Add adapters to both towers, whose factors both differ from zero."""
     model = bert_clip()
     # open_clip 4's own towers keep the weights of attention outside of layers
     add_lora(model, 2, "both" if ENCODE_IMAGE == "encode_image" else "text")
@@ -303,7 +303,7 @@ MODELS = {
 
 
 def loss_for(model, loss):
-    """The loss, with a scale of its own if the model has none."""
+    """Make the loss, with a scale of its own if the model has none."""
     return (
         partial(loss, **FIXED_SCALE)
         if isinstance(model, Tied) or getattr(model, "pair", False)

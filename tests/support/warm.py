@@ -42,13 +42,13 @@ _python: str | None = None
 
 
 def share(stub: str) -> None:
-    """Use the server that another process has started, by its stub's path; it ends with that process."""
+    """Use the server that another process has started, and with which it ends, by its stub's path."""
     global _python
     _python = stub
 
 
 def python() -> str:
-    """Return the stub's path; the first call starts the server, which ends with this process, unless WARM_PYTHON names one."""
+    """Return the stub's path, and start the server at the first call, unless WARM_PYTHON names one."""
     global _python
     _python = _python or os.environ.get("WARM_PYTHON")
     if _python is None:
@@ -183,7 +183,7 @@ def serve(listener: socket.socket) -> dict | None:
 
 
 def become(request: dict, base: list[str], python: str) -> None:
-    """Make this process what Python would be after it has read this command line; then run the program.
+    """Make this process what Python would be after it has read this command line, and run the program.
 
     Args:
         base: `sys.path` without PYTHONPATH and the program's folder.
