@@ -27,7 +27,7 @@ from typing import Annotated as A
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder import EncoderFlags
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import NOT_NEGATIVE, SEED, at_least, command, redeclared, words_of
+from open_clip_zerovl.core.flags import NOT_NEGATIVE, SEED, at_least, command, flag, words_of
 from open_clip_zerovl.core.processes import follow_training, take_gpus
 from open_clip_zerovl.core.releases import load_open_clip
 from open_clip_zerovl.evaluate.settings import (
@@ -562,7 +562,7 @@ def zero_shot(
 class ProbeFlags(EncoderFlags):
     """Flags of a model of which only the image tower runs."""
 
-    batch_size: int = redeclared(EncoderFlags, "batch_size", 256)
+    batch_size: int = flag(256, "samples encoded at once", range=at_least(1))
 
 
 def linear_probe(

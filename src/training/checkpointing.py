@@ -31,7 +31,6 @@ from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY, tower_difference
 from open_clip_zerovl.checkpoints.weights import load_pickled, require_finite_weights
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import (
-    UNREADABLE,
     digest_of,
     free_space,
     lock_file,
@@ -119,7 +118,7 @@ def damage_of(path: Path, *, checksums: bool = True) -> str | None:
             wrong = archive.testzip() if checksums else None
     except zipfile.BadZipFile:
         return "is cut off"
-    except UNREADABLE as error:
+    except Exception as error:
         return f"cannot be read ({first_line(error)})"
     return None if wrong is None else f"is damaged: the checksum of {wrong} in it does not match"
 

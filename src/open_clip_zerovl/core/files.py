@@ -21,12 +21,8 @@ import os
 import secrets
 import shutil
 import stat
-import struct
 import tempfile
 import time
-import tokenize
-import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -38,26 +34,6 @@ from open_clip_zerovl.core.errors import UserError, first_line, nearest
 
 if TYPE_CHECKING:  # numpy loads slowly; a command line gets its error messages without it
     import numpy as np
-
-#: Errors that numpy, torch, zipfile and pickle raise on wrong or truncated bytes, besides `pickle.UnpicklingError`, with which
-#: torch refuses a file that could run code.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    EOFError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    RuntimeError,  # NotImplementedError and RecursionError are some
-    SyntaxError,
-    ArithmeticError,
-    MemoryError,  # of a tensor that claims to be larger than the machine
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-    tokenize.TokenError,  # of numpy, on a damaged header
-)
 
 # Errors of the disk itself, which torch turns into RuntimeErrors.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
@@ -257,21 +233,11 @@ def read_json(path: str | os.PathLike[str], remedy: str = "give a whole file") -
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read the arrays of an `.npz` by name, without opening a pickle in it.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it cannot be read, with the reason.
-    """
+    """Read the arrays of an `.npz` by name, without opening a pickle in it, with the errors of `reading`."""
     import numpy as np
 
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except FileNotFoundError:
-        raise
-    except UNREADABLE as error:
-        raise ValueError(first_line(error)) from error
+    with reading(path, "it is made again"), np.load(path, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
 
 
 @contextlib.contextmanager

@@ -149,11 +149,6 @@ def flag(default: Any, help: str = "", **declared: Any) -> Any:
     return field(default=default, metadata={"flag": {"help": help, **declared}})
 
 
-def redeclared(section: type, name: str, default: Any) -> Any:
-    """Declare the flag `name` of a section as a field of a subclass with another default."""
-    return field(default=default, metadata=section.__dataclass_fields__[name].metadata)  # type: ignore[attr-defined]
-
-
 @cache
 def flags_of(section: type) -> tuple[Flag, ...]:
     """List the flags that a dataclass declares or inherits, in order."""

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import UNREADABLE, digest_of, number_of, write_atomically
+from open_clip_zerovl.core.files import digest_of, number_of, write_atomically
 from open_clip_zerovl.data.names import FEWEST_PICTURES
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.tar import (
@@ -321,7 +321,7 @@ def _lists_of(models: Iterable[str | Path]) -> Iterator[Identities]:
             yield np.load(file, allow_pickle=False).astype(np.int64)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except UNREADABLE as error:
+        except Exception as error:
             raise UserError(
                 f"{file} cannot be read ({error}); copy it again, or remove it if the model is to be scored on pictures that "
                 "it may have seen"

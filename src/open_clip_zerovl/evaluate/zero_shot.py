@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import UNREADABLE, check_writable, digest_of, write_atomically
+from open_clip_zerovl.core.files import check_writable, digest_of, write_atomically
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES, class_words, file_of_words, lines_of
 from open_clip_zerovl.data.sets import IndexedSet, class_list, open_probe_set, parse_retrieval_data
 from open_clip_zerovl.data.splits import split_of_word
@@ -182,7 +182,7 @@ def _class_names(file: Path, classes: Sequence[str]) -> list[str]:
         if "" in names:
             raise ValueError(f"the name of class {classes[names.index('')]!r} is empty")
         return names
-    except UNREADABLE as error:
+    except Exception as error:
         raise UserError(
             f"--class-names {file} does not name the {len(classes)} classes ({type(error).__name__}: {error}); give JSON of "
             f"label and name, or a name a line in the order of the labels: {', '.join(classes)[:200]}"

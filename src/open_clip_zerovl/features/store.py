@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from open_clip_zerovl.core.errors import first_line
-from open_clip_zerovl.core.files import UNREADABLE, digest_of, write_atomically
+from open_clip_zerovl.core.files import digest_of, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class FeatureStore:
                 intact = opened.metadata()["digest"] == _digest(rows, ids)
             if not intact or len(rows) != self.counts[number]:
                 raise ValueError("its content is not what was written")
-        except (SafetensorError, *UNREADABLE) as error:
+        except Exception as error:
             log.warning("%s is damaged (%s); its features are made again.", file, first_line(error))
             return
         self._parts[self.contents[number]] = rows, ids

@@ -262,7 +262,7 @@ def _stored(content: str, out: Path, decoded: Callable[[], Identities]) -> Ident
     file = out / "pictures" / f"{content}.npz"
     try:
         return read_arrays(file)["identities"]
-    except (FileNotFoundError, ValueError, KeyError):  # absent, or damaged: its zip has checksums
+    except (OSError, ValueError, KeyError):  # absent, or damaged: its zip has checksums
         identities = decoded()
     with atomic_file(file) as handle:
         np.savez(handle, identities=identities)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.core.flags import FROM_0_TO_1, SEED, at_least, flag, redeclared
+from open_clip_zerovl.core.flags import FROM_0_TO_1, SEED, at_least, flag
 
 FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
 
@@ -56,7 +56,9 @@ class Work:
 class PackWork(Work):
     """Work on pictures that mostly lie on this disk."""
 
-    threads: int = redeclared(Work, "threads", max(8, 2 * (os.cpu_count() or 1)))
+    threads: int = flag(
+        max(8, 2 * (os.cpu_count() or 1)), "pictures at the same time", range=at_least(1)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

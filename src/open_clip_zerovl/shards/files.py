@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.core.files import (
     atomic_file,
     read_arrays,
@@ -254,8 +254,8 @@ def _load(file: Path) -> TarIndex | None:
         return TarIndex(**{field.name: arrays[field.name] for field in fields(TarIndex)})
     except FileNotFoundError:
         return None
-    except (KeyError, ValueError) as error:  # KeyError: an array is missing
-        logging.warning(f"The index {file} cannot be read ({error}) and is built again.")
+    except (KeyError, OSError, ValueError) as error:  # KeyError: an array is missing
+        logging.warning(f"The index {file} is built again: {first_line(error)}.")
         return None
 
 
