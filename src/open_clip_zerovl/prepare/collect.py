@@ -313,7 +313,7 @@ class Collecting:
     def _encoded(self, content: bytes, row: Row) -> Picture:
         held_out = split_of_word(row.split) in ("val", "test")
         encoding = replace(self.encoding, shorter_side_px=None) if held_out else self.encoding
-        return encode_picture(content, encoding, hashed=True)
+        return encode_picture(content, encoding)
 
     def _has_file(self, input: int, row: Row) -> bool:
         return has_file(self.readers[input], row)

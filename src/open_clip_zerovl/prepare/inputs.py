@@ -145,10 +145,8 @@ def form_of(path: Path) -> str:
     Raises:
         UserError: a file of no known form, or a folder of none or several.
     """
-    return _form_of_file(path) if path.is_file() else _form_of_folder(path)
-
-
-def _form_of_file(path: Path) -> str:
+    if path.is_dir():
+        return _form_of_folder(path)
     name = path.name.lower()
     for form, endings in ENDINGS.items():
         if name.endswith(endings):

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -212,17 +212,6 @@ class Overlap:
     pairs: list[NearPair] = field(default_factory=list)
     thumbnails: dict[int, tuple[str, str]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all but the pictures."""
-        return {
-            "hash": f"pHash, {BITS} bits",
-            "within": self.within,
-            "tests": self.tests,
-            "samples": self.samples,
-            "unreadable": self.unreadable,
-            "pairs": [asdict(pair) for pair in self.pairs],
-        }
-
 
 def open_test_sets(
     tests: str, *, split: str = "test", threads: int = 4, progress: bool = True
@@ -346,7 +335,15 @@ def _thumbnail(content: bytes) -> str:
 
 def write_overlap(overlap: Overlap, out: Path) -> None:
     """Write `near.json` and `near.html` into a folder. UserError if they cannot be written."""
-    write_atomically(out / "near.json", json.dumps(overlap.to_json(), indent=1) + "\n")
+    listed = {
+        "hash": f"pHash, {BITS} bits",
+        "within": overlap.within,
+        "tests": overlap.tests,
+        "samples": overlap.samples,
+        "unreadable": overlap.unreadable,
+        "pairs": [asdict(pair) for pair in overlap.pairs],
+    }
+    write_atomically(out / "near.json", json.dumps(listed, indent=1) + "\n")
     ranked = sorted(overlap.thumbnails, key=lambda number: overlap.pairs[number].distance)
     chosen = (
         ranked if len(ranked) <= SHOWN else [ranked[i * len(ranked) // SHOWN] for i in range(SHOWN)]

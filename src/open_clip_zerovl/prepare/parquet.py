@@ -35,25 +35,6 @@ def pyarrow() -> Any:
     return package
 
 
-def opened(file: Path) -> Any:
-    """Open a `pyarrow.parquet.ParquetFile`, which is a context manager. Reading raises the errors of pyarrow."""
-    # pre_buffer reads the whole file at once.
-    return pyarrow().parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-
-
-@contextmanager
-def faults_named(file: object, fault: str) -> Iterator[None]:
-    """Name errors of pyarrow by these words.
-
-    Raises:
-        UserError: an error of pyarrow.
-    """
-    try:
-        yield
-    except (pyarrow().ArrowException, OSError) as error:
-        raise UserError(f"{file} {fault} ({first_line(error)}): write or fetch it again") from error
-
-
 def picture_columns(schema: Any) -> list[str]:
     """List the columns that hold pictures by their type (bytes, or Hugging Face's image), one called `image` first."""
     arrow = pyarrow()
@@ -100,11 +81,6 @@ def rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
                 yield {name: value(batch[name][row]) for name in batch.schema.names}
 
 
-def batches_of(table: Any, names: Iterable[str]) -> Iterator[Any]:
-    """Iterate over the record batches of a ParquetFile, with these columns."""
-    yield from table.iter_batches(ROWS_AT_ONCE, columns=list(names), use_threads=False)
-
-
 class ArrowReader(ColumnReader):
     """Parquet files, or the Arrow files of `datasets.Dataset.save_to_disk`, with the same columns.
 
@@ -145,11 +121,10 @@ class ArrowReader(ColumnReader):
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         names = self.chosen.read
         with self._reading(file, "cannot be read to its end") as table:
-            batches = (
-                batches_of(table, names)
-                if self.form == "parquet"
-                else table.select(names).to_batches(max_chunksize=ROWS_AT_ONCE)
-            )
+            if self.form == "parquet":
+                batches = table.iter_batches(ROWS_AT_ONCE, columns=names, use_threads=False)
+            else:
+                batches = table.select(names).to_batches(max_chunksize=ROWS_AT_ONCE)
             yield from enumerate(rows_of(batches), start=1)
 
     def _captions(self, fields: Mapping[str, Any]) -> tuple[list[Any], str | None]:
@@ -164,11 +139,12 @@ class ArrowReader(ColumnReader):
     def _reading(self, file: Path, fault: str) -> Iterator[Any]:
         """Open a ParquetFile, or map an Arrow table into memory, with the fault for errors of pyarrow."""
         arrow = pyarrow()
-        with faults_named(
-            file, fault.format(form=self.form if self.form == "parquet" else "Arrow")
-        ):
+        try:
             if self.form == "parquet":
-                with opened(file) as table:
+                # pre_buffer reads the whole file at once.
+                with arrow.parquet.ParquetFile(
+                    file, buffer_size=_BUFFER_BYTES, pre_buffer=False
+                ) as table:
                     yield table
                 return
             with arrow.memory_map(str(file)) as source:
@@ -178,6 +154,11 @@ class ArrowReader(ColumnReader):
                     source.seek(0)
                     table = arrow.ipc.open_file(source).read_all()
                 yield table
+        except (arrow.ArrowException, OSError) as error:
+            fault = fault.format(form=self.form if self.form == "parquet" else "Arrow")
+            raise UserError(
+                f"{file} {fault} ({first_line(error)}): write or fetch it again"
+            ) from error
 
     def _choose(self, file: Path, schema: Any) -> Chosen:
         """Choose the columns, where pictures' bytes take precedence over guesses from names."""

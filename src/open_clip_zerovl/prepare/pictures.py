@@ -18,7 +18,6 @@ import socket
 import ssl
 import warnings
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -64,16 +63,15 @@ class Picture(NamedTuple):
 
     extension: str
     content: bytes
-    about: Mapping[str, Any] = MappingProxyType({})
+    about: Mapping[str, Any]
 
 
-def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) -> Picture:
+def encode_picture(content: bytes, encoding: Encoding) -> Picture:
     """Encode a picture as it is stored, decoded to its end, so that a truncated one is refused.
 
-    Args:
-        hashed: fill in `about`: width and height in pixels of the picture as it is stored, upright, 1 or 0 for "turned",
-            "shrunk" and "whitened", and "key", a hash of its RGB pixels before it is shrunk, the same for all files with these
-            pixels. The picture is then decoded in its whole size, even if it is stored smaller.
+    Returns:
+        The picture, about which is known: "width" and "height" in pixels as it is stored, upright; 1 or 0 for "turned",
+        "shrunk" and "whitened"; "key", a hash of its RGB pixels before it is shrunk, the same for all files with these pixels.
 
     Raises:
         Failure: no picture, or one that is broken, truncated, too small or too large. A broken one of which nobody knows the
@@ -82,39 +80,26 @@ def encode_picture(content: bytes, encoding: Encoding, *, hashed: bool = False) 
 
     def use(image: Image.Image) -> Picture:
         _check_size(image, encoding)
-        size = image.size
         turned = orientation_of(image) != 1
-        extension = (
-            _EXTENSIONS.get(image.format or "") if encoding.shorter_side_px is None else None
-        )
-        if extension and not (hashed or encoding.upright) and encoding.longer_side_px is None:
-            image.load()
-            return Picture(extension, content)
-        side = encoding.shorter_side_px
-        if side is not None and side / min(size) < 0.5 and not hashed:
-            # Decoding a JPEG at a half, a quarter or an eighth of its size takes a fraction of the time. At least twice the
-            # target size is kept for the resize filter.
-            scale = 2 * side / min(size)
-            image.draft("RGB", (round(scale * size[0]), round(scale * size[1])))
         picture = as_shown(image)
         alike = stock_reads_alike(image, picture)
         whitened = has_transparency(image) and not alike
-        if encoding.upright and not alike:
-            extension = None
         smaller = _shrunk(picture, encoding)
+        width, height = smaller.size
         shrunk = smaller.size != picture.size
-        same = extension is not None and not shrunk
-        about: dict[str, Any] = {}
-        if hashed:
-            width, height = smaller.size
-            about = {"key": picture_key(picture), "width": width, "height": height}
-            about |= {"turned": int(turned and not same), "shrunk": int(shrunk)}
-            about["whitened"] = int(whitened and not same)
-        return Picture(
-            extension if extension and same else "jpg",
-            content if same else _jpeg(smaller, encoding),
-            about,
-        )
+        extension = _EXTENSIONS.get(image.format or "")
+        if encoding.shorter_side_px is not None or shrunk or (encoding.upright and not alike):
+            extension = None  # its bytes cannot stay
+        about = {
+            "key": picture_key(picture),
+            "width": width,
+            "height": height,
+            "turned": int(turned and extension is None),
+            "shrunk": int(shrunk),
+            "whitened": int(whitened and extension is None),
+        }
+        stored = content if extension else _jpeg(smaller, encoding)
+        return Picture(extension or "jpg", stored, about)
 
     try:
         with warnings.catch_warnings():
