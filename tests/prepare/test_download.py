@@ -65,21 +65,21 @@ def test_public_addresses_are_distinguished_from_private_ones(public, hosts):
 
 def content_of(spool: Spool, row: int) -> bytes:
     outcome = spool.outcomes[row]
-    return spool.path.read_bytes()[outcome.offset_bytes :][: outcome.size_bytes]
+    return spool.path.read_bytes()[outcome.offset :][: outcome.size]
 
 
 def test_a_spool_survives_a_kill_at_any_byte(tmp_path):
     spool = Spool(tmp_path / "whole")
-    spool.add(3, "jpg", b"first", {})
-    spool.fail(1, "http 404", transient=False, about={})
-    spool.add(2, "png", b'{"row": 9, "size": 0}\n', {})  # a picture that looks like a record
+    spool.add(3, b"first", extension="jpg")
+    spool.add(1, reason="http 404")
+    spool.add(2, b'{"row": 9, "size": 0}\n')  # a picture that looks like a record
     spool.close()
     whole = (tmp_path / "whole").read_bytes()
     for length in range(len(whole) + 1):
         (tmp_path / "cut").write_bytes(whole[:length])
         cut = Spool(tmp_path / "cut")
         assert list(cut.outcomes) == [3, 1, 2][: len(cut.outcomes)]
-        cut.add(7, "jpg", b"next", {})
+        cut.add(7, b"next", extension="jpg")
         assert content_of(cut, 7) == b"next"
         assert 3 not in cut.outcomes or content_of(cut, 3) == b"first"
         cut.close()

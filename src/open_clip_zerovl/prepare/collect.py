@@ -51,15 +51,15 @@ class Spool:
         self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
         self._recover()
 
-    def add(self, row: int, extension: str, content: bytes, about: Mapping[str, Any]) -> None:
-        """Keep the picture of a row, and further facts about it (values of JSON)."""
-        head = {"row": row, "extension": extension, "size": len(content)}
-        self._append({**head, "about": dict(about)}, content)
-
-    def fail(self, row: int, reason: str, *, transient: bool, about: Mapping[str, Any]) -> None:
-        """Keep why a row has no picture."""
-        head = {"row": row, "reason": reason, "transient": transient}
-        self._append({**head, "about": dict(about)}, b"")
+    def add(self, row: int, content: bytes = b"", **facts: Any) -> None:
+        """Keep the picture of a row, or why it has none, and `facts` about it (fields of RowOutcome)."""
+        head = {"row": row, "size": len(content), **facts}
+        line = json.dumps(head).encode() + b"\n"
+        self._keep(head, self._end + len(line))
+        # One write: a kill in the middle of it leaves a partial last record, which the next opening cuts off.
+        self._file.write(line + content)
+        self._file.flush()
+        self._end += len(line) + len(content)
 
     def forget_transient(self) -> None:
         """Treat rows with a transient failure as not tried. The last record of a row counts."""
@@ -71,23 +71,9 @@ class Spool:
         """Close the file."""
         self._file.close()
 
-    def _append(self, head: dict, content: bytes) -> None:
-        line = json.dumps(head).encode() + b"\n"
-        self._keep(head, self._end + len(line))
-        # One write: a kill in the middle of it leaves a partial last record, which the next opening cuts off.
-        self._file.write(line + content)
-        self._file.flush()
-        self._end += len(line) + len(content)
-
-    def _keep(self, head: dict, offset: int) -> None:
-        self.outcomes[int(head["row"])] = RowOutcome(
-            head.get("extension", ""),
-            offset,
-            head.get("size", 0),
-            head.get("reason", ""),
-            head.get("transient", False),
-            head.get("about", {}),
-        )
+    def _keep(self, head: dict[str, Any], offset: int) -> None:
+        facts = {name: value for name, value in head.items() if name != "row"}
+        self.outcomes[head["row"]] = RowOutcome(offset=offset, **facts)
 
     def _recover(self) -> None:
         total = self._file.seek(0, os.SEEK_END)
@@ -98,10 +84,10 @@ class Spool:
                 head = json.loads(line) if line.endswith(b"\n") else None
             except ValueError:
                 head = None
-            if head is None or self._file.tell() + head.get("size", 0) > total:
+            if head is None or self._file.tell() + head["size"] > total:
                 break
             self._keep(head, self._file.tell())
-            self._end = self._file.seek(head.get("size", 0), os.SEEK_CUR)
+            self._end = self._file.seek(head["size"], os.SEEK_CUR)
         self._file.truncate(self._end)
         self._file.seek(0, os.SEEK_END)
 
@@ -231,12 +217,13 @@ class Collecting:
         self.in_flight -= 1
         spool.open_rows -= 1
         if isinstance(result, Failure):
-            spool.fail(number, result.reason, transient=result.transient, about=about)
+            spool.add(number, reason=result.reason, transient=result.transient, about=about)
             self._count(failures={result.reason: 1}, rows=1)
         elif isinstance(result, BaseException):
             raise result
         elif result is not None:
-            spool.add(number, result.extension, result.content, {**result.about, **about})
+            facts = {**result.about, **about}
+            spool.add(number, result.content, extension=result.extension, about=facts)
             self._count(pairs=1, rows=1)
         if spool.submitted and spool.open_rows == 0:
             self._finish(spool)

@@ -38,15 +38,15 @@ class RowOutcome:
     """The picture of one row, or the reason why there is none.
 
     Attributes:
-        extension, offset_bytes, size_bytes: file ending of the picture, and place of its bytes in the spool.
+        extension, offset, size: file ending of the picture, and place of its bytes in the spool.
         reason: why there is no picture. Empty if there is one.
         transient: whether a retry may help.
         about: further facts about the picture.
     """
 
     extension: str = ""
-    offset_bytes: int = 0
-    size_bytes: int = 0
+    offset: int = 0
+    size: int = 0
     reason: str = ""
     transient: bool = False
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -171,8 +171,8 @@ class PairDatabase:
                     *(outcome.about.get(name) for name in about),
                     *(
                         outcome.extension,
-                        outcome.offset_bytes,
-                        outcome.size_bytes,
+                        outcome.offset,
+                        outcome.size,
                         outcome.reason or None,
                         outcome.transient,
                     ),
