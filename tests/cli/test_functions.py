@@ -110,12 +110,6 @@ def test_keyword_arguments_are_the_words_of_a_command_line():
     assert words == line.split()
 
 
-def test_the_import_loads_no_torch():
-    code = "import sys, open_clip_zerovl.api; print('torch' in sys.modules)"
-    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 def test_errors_are_user_errors(home, tmp_path):
     with pytest.raises(UserError, match=r"no flag --test-shar; did you mean --test-share\?"):
         zerovl.pack(home / "pictures", out=tmp_path / "x", test_shar=0.1)

@@ -391,11 +391,11 @@ def _digests_in(folder: str, files: list[str], pool: ThreadPoolExecutor) -> dict
     with contextlib.suppress(OSError, ValueError):  # no cache, or a damaged one
         known = json.loads(cache_file.read_text(encoding="utf-8"))
     stamps = {file: _stamp(file) for file in files}
-    digests: dict[str, str | None] = {}
-    for file, stamp in stamps.items():
-        *known_stamp, digest = known.get(os.path.basename(file), [None])
-        if stamp and known_stamp == stamp:
-            digests[file] = digest
+    digests: dict[str, str | None] = {
+        file: known[os.path.basename(file)][-1]
+        for file, stamp in stamps.items()
+        if stamp == known.get(os.path.basename(file), [])[:-1]
+    }
     changed = [file for file in files if file not in digests]
     if not changed:
         return digests
