@@ -555,16 +555,9 @@ def score_curve(
 
 
 def write_between(
-    ends: Ends,
-    alpha: float,
-    out: str | os.PathLike[str],
-    *,
-    curve: Curve | None = None,
-    trained: Identities | None = None,
-    precision: str | None = None,
-    force: bool = False,
+    ends: Ends, curve: Curve, out: str | os.PathLike[str], *, trained: Identities | None = None
 ) -> Path:
-    """Export the model at `alpha`, with the curve it was chosen by, and the pictures on which its ends were trained.
+    """Export the chosen model with its curve and the pictures on which its ends were trained, in place of an earlier export.
 
     Args:
         trained: the pictures on which `after` was trained, beside those that the ends' own folders name.
@@ -572,42 +565,33 @@ def write_between(
     Raises:
         UserError: a destination that holds something else, weights that do not load again as they were.
     """
+    alpha = curve.chosen.alpha
     weights = ends.weights(alpha)
     before, after = (_public(name) for name in ends.names)
-    metrics = {
-        f"{name}_{key}": value
-        for name, row in (curve.chosen.metrics if curve is not None else {}).items()
-        for key, value in row.items()
-        if key in ("rsum", "rsum_chance") or "_R@" in key
-    }
     card = ModelCard(
         ends.spec,
         weights,
         origin=f"Weights between {before} (alpha 0) and {after} (alpha 1) at alpha {alpha:g}, as in WiSE-FT.",
         **run_facts(Path(ends.names[1])),
         base_models=ends.names,
-        metrics=metrics,
-        notes=[] if curve is None else [curve.sentence],
+        metrics={
+            f"{name}_{key}": value
+            for name, row in curve.chosen.metrics.items()
+            for key, value in row.items()
+            if key in ("rsum", "rsum_chance") or "_R@" in key
+        },
+        notes=[curve.sentence],
     )
-    chosen = (
-        {"chosen": {"alpha": alpha, "reason": "as asked"}} if curve is None else curve.as_dict()
-    )
-    content = {"before": ends.names[0], "after": ends.names[1], **chosen}
+    content = {"before": ends.names[0], "after": ends.names[1], **curve.as_dict()}
     extra_files: dict[str, bytes | str] = {
         "interpolation.json": json.dumps(content, indent=2) + "\n"
     }
     seen = trained_on(ends.names)
     if seen is not None or trained is not None:
         extra_files[TRAINED_ON] = list_of_trained(seen, trained)
+    origin = "..".join(ends.names)
     return write_local_dir(
-        "..".join(ends.names),
-        weights,
-        ends.spec,
-        out,
-        card=card,
-        precision=precision,
-        force=force,
-        extra_files=extra_files,
+        origin, weights, ends.spec, out, card=card, force=True, extra_files=extra_files
     )
 
 

@@ -84,9 +84,7 @@ def write_outcome(
         classes |= labelled_sets(sets) if sets and pairs.all_classes(sets) else {}
     curve = score_curve(ends, scorer, asked, classes=classes, say=say)
     split = prepared.split
-    model = write_between(
-        ends, curve.chosen.alpha, out / "model", curve=curve, trained=split.trained, force=True
-    )
+    model = write_between(ends, curve, out / "model", trained=split.trained)
     shown: list[GallerySet] = []
     for name, dataset in pairs.sets_of(prepared.split.new).items():
         for label, point in (("before", curve.points[0]), ("chosen", curve.chosen)):

@@ -34,16 +34,15 @@ def write_page(path: str | os.PathLike[str], template: str, /, **values: Any) ->
     return Path(path)
 
 
-def render(template: str, folder: Path = TEMPLATES, /, **values: Any) -> str:
+def render(template: str, /, **values: Any) -> str:
     """Render a page as text.
 
     Args:
         template: name of its file.
-        folder: folder of a template from outside of this package; it may extend and import those of the package.
         values: variables of the template. Pictures are arrays, PIL images or results of `thumbnail`; charts are PNG bytes.
     """
     environment = Environment(
-        loader=FileSystemLoader([folder, TEMPLATES]),
+        loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -109,15 +108,13 @@ DPI = 160
 LABEL_POINTS = 11  # height of a line of a level's label
 
 
-def new_figure(
-    width: float, height: float, *, dpi: float = DPI, layout: Any = "constrained"
-) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """Make an empty white figure, width and height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     take_product_buffer()
-    figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white", layout=layout)
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

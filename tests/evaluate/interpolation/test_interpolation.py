@@ -62,7 +62,7 @@ def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_
     encoders = [Encoder(path, device="cpu", batch_size=5) for path in ends(made)]
     loaded, lines = open_ends(*encoders), []
     curve = score_curve(loaded, encoders[0], asked, say=lines.append)
-    write_between(loaded, curve.chosen.alpha, out, curve=curve)
+    write_between(loaded, curve, out)
     said = "\n".join([*lines, curve.table()])
     result = json.loads((out / "interpolation.json").read_text())
     points = {point["alpha"]: point["results"] for point in result["points"]}
@@ -89,14 +89,14 @@ def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_
     assert "alpha" in (out / "README.md").read_text() and trained_on([out]) is None
 
 
-def test_a_point_without_sets_goes_with_the_pictures_of_both_ends(made, tmp_path):
+def test_a_point_goes_with_the_pictures_of_both_ends(made, tmp_path):
     folders = [tmp_path / end for end in "ab"]
     for number, (folder, checkpoint) in enumerate(zip(folders, ends(made), strict=True)):
         export_local_dir(checkpoint, folder)
         write_trained_on(folder, np.array([number, number + 1]), None)
-    out = write_between(
-        open_ends(*(Encoder(str(folder)) for folder in folders)), 0.5, tmp_path / "out"
-    )
+    both = open_ends(*(Encoder(str(folder)) for folder in folders))
+    middle = choose(points((0.5, 1, 1)), ["n"], [], kept_share=1.0)
+    out = write_between(both, middle, tmp_path / "out")
     assert trained_on([out]).tolist() == [1, 2]
     found = open_clip.create_model_and_transforms(f"local-dir:{out}")[0]
     assert found.visual.proj.abs().max() == 0  # halfway between a tensor and its opposite
