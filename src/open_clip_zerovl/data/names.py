@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.texts import text_of
 
 NAME = re.compile(r"(?P<name>[^\W_][\w.-]*)=(?P<shards>.*)", re.DOTALL)
 
@@ -143,6 +142,8 @@ def names_beside(folder: Path, labels: Sequence[str] | None = None) -> dict[str,
 
 def lines_of(file: Path) -> list[str]:
     """Read a file of a name or a template a line. Other breaks than that of a line are blanks within one."""
+    from open_clip_zerovl.shards.texts import text_of  # loads the readers of archives
+
     text = text_of(file).rstrip()
     return [" ".join(line.split()) for line in text.split("\n")] if text else []
 

@@ -86,7 +86,7 @@ def write_shard(path: str | Path, samples: Iterable[Sample]) -> int:
 
 
 def write_source(
-    folder: str | Path, samples: Sequence[Sample], *, shard_size: int, prefix: str = "train"
+    folder: str | Path, samples: Sequence[Sample], *, shard_size: int
 ) -> dict[str, int]:
     """Write samples, in the order given, as shards of nearly equal size, with their `sizes.json`.
 
@@ -94,7 +94,6 @@ def write_source(
         folder: the source's folder.
         samples: in their order on disk; shuffle them before.
         shard_size: samples per shard at most.
-        prefix: shards are called `<prefix>-00000.tar` and so on.
 
     Returns:
         Samples per shard by file name, as in `sizes.json`.
@@ -105,7 +104,7 @@ def write_source(
     bounds = [k * len(samples) // shard_count for k in range(shard_count + 1)]
     sizes = {}
     for k in range(shard_count):
-        name = f"{prefix}-{k:05d}.tar"
+        name = f"train-{k:05d}.tar"
         sizes[name] = write_shard(folder / name, samples[bounds[k] : bounds[k + 1]])
     write_atomically(folder / SIZES_FILE, json.dumps(sizes, indent=1) + "\n")
     return sizes
