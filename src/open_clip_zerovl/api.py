@@ -38,7 +38,7 @@ from open_clip_zerovl.evaluate.settings import (
     ServeSettings,
     ZeroShotSettings,
 )
-from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
+from open_clip_zerovl.finetune.request import SETS, FinetuneFlags
 from open_clip_zerovl.prepare.settings import (
     Columns,
     Dataset,

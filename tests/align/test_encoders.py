@@ -35,7 +35,7 @@ from transformers import (
 
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.export import check_together, export_aligned
-from open_clip_zerovl.align.heads import Heads
+from open_clip_zerovl.align.train import Heads
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of, whole_model
@@ -80,9 +80,7 @@ def test_an_image_processor_that_open_clip_cannot_follow_is_refused(home, settin
     ("kind", "mode", "interpolation"),
     [("dinov2", "shortest", "bicubic"), ("siglip", "squash", "bilinear")],
 )
-def test_a_vision_model_of_transformers_gives_its_pooled_output_and_becomes_a_dual_encoder(
-    home, tmp_path, kind, mode, interpolation
-):
+def test_a_vision_model_of_transformers_gives_its_pooled_output(home, kind, mode, interpolation):
     tower, text = (
         open_tower(f"hf:{home / kind}", "image"),
         open_tower(f"hf:{home / 'bert'}", "text"),
@@ -104,13 +102,6 @@ def test_a_vision_model_of_transformers_gives_its_pooled_output_and_becomes_a_du
         output = getattr(stock, "vision_model", stock)(pixel_values=pixels)
         assert torch.equal(tower.module(pixels), output.pooler_output)
     check_together(tower, text)
-    folder = export_aligned(
-        tmp_path / "m", tower, text, Heads((32, 32), 12), (0.5, 2.0), metrics={}
-    )
-    dual = AutoModel.from_pretrained(folder).eval()
-    assert (
-        type(dual).__name__ == "VisionTextDualEncoderModel"
-    )  # the export itself compares its embeddings
     mean = open_tower(f"hf:{home / 'bert-mean'}", "text")
     with pytest.raises(
         UserError,
@@ -137,10 +128,6 @@ def test_a_vision_model_that_lacks_weights_or_a_pooled_vector_is_refused(home, t
         shutil.copy(home / "siglip" / "preprocessor_config.json", folder)
         with pytest.raises(UserError, match=sentence):
             open_tower(f"hf:{folder}", "image")
-    processor = json.loads((home / "siglip" / "preprocessor_config.json").read_text())
-    (folder / "preprocessor_config.json").write_text(json.dumps({**processor, "resample": 0}))
-    with pytest.raises(UserError, match="does not resize bilinearly or bicubically"):
-        open_tower(f"hf:{folder}", "image")
 
 
 @pytest.mark.parametrize("pool", ["mean", "cls"])
@@ -175,6 +162,8 @@ SENTENCE = "sentence_transformers.models."
         ("sentence_bert_config.json", {"do_lower_case": True}, "in lower case"),
         ("config_sentence_transformers.json", {"prompts": {"q": "query: "}, "default_prompt_name": "q"}, "the prompt"),
         ("config_sentence_transformers.json", {"prompts": {"q": "query: "}}, None),
+        ("1_Pooling/config.json", {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, None),
+        ("1_Pooling/config.json", {"pooling_mode": "weightedmean"}, "by weightedmean, .* by cls or mean or lasttoken"),
     ],
 )  # fmt: skip
 def test_settings_that_change_embeddings_are_taken_or_refused_by_name(
@@ -184,30 +173,9 @@ def test_settings_that_change_embeddings_are_taken_or_refused_by_name(
     shutil.copytree(home / "bert-mean", folder)
     (folder / file).write_text(json.dumps(content))
     if sentence is None:
-        open_tower(f"hf:{folder}", "text")
+        assert open_tower(f"hf:{folder}", "text").cfg["hf_pooler_type"] == "mean_pooler"
         return
     with pytest.raises(UserError, match=sentence):
-        open_tower(f"hf:{folder}", "text")
-
-
-def test_an_older_config_of_pooling_is_read(home, tmp_path):
-    folder = shutil.copytree(home / "bert", tmp_path / "old")
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(
-        json.dumps(
-            {
-                "word_embedding_dimension": 32,
-                "pooling_mode_cls_token": False,
-                "pooling_mode_mean_tokens": True,
-            }
-        )
-    )
-    assert open_tower(f"hf:{folder}", "text").cfg["hf_pooler_type"] == "mean_pooler"
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "weightedmean"}))
-    with pytest.raises(
-        UserError,
-        match=r"pools its tokens by weightedmean, which .* pools by cls or mean or lasttoken",
-    ):
         open_tower(f"hf:{folder}", "text")
 
 

@@ -14,16 +14,15 @@ from torch.nn.functional import normalize
 from open_clip_zerovl.align import train as train_module
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.export import export_aligned
-from open_clip_zerovl.align.heads import Heads
 from open_clip_zerovl.align.request import Recipe
 from open_clip_zerovl.align.rows import HeldOut, Pairs, epoch_order
 from open_clip_zerovl.align.train import (
+    Heads,
     Task,
     backward,
     chunk_rows,
     default_batch,
     default_epochs,
-    learning_rate,
     make_loss,
     make_optimizer,
     take_step,
@@ -277,14 +276,6 @@ def test_no_step_waits_for_a_gpu():
 # ---------------------------------------------------------------------------------------------------------------------
 # Chosen by data and device
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_learning_rate_rises_and_falls():
-    recipe = replace(RECIPE, lr=1.0, warmup_share=0.1)
-    rates = [learning_rate(recipe, step, 100) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
-    assert rates[55] == pytest.approx(0.5) and 0 < rates[99] < 0.001
-    assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
 @pytest.mark.parametrize(

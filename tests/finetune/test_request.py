@@ -14,9 +14,8 @@ from open_clip_zerovl.cli import parser_of
 from open_clip_zerovl.core import flags as command
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.finetune.data import DataArguments
-from open_clip_zerovl.finetune.finetuning import _finished, _same_request
+from open_clip_zerovl.finetune.finetuning import Training, _finished, _same_request
 from open_clip_zerovl.finetune.request import FinetuneRequest
-from open_clip_zerovl.finetune.training import Training
 from open_clip_zerovl.shards.files import write_retrieval_set, write_source
 from open_clip_zerovl.shards.tar import Sample
 from support.pairs import picture
@@ -106,21 +105,6 @@ def started(tmp_path):
         return tmp_path / "out"
 
     return call
-
-
-def test_a_model_of_another_kind_is_made_anew_or_refused(started):
-    out = started()
-    (out / "before").mkdir()
-    started()
-    assert (out / "before").exists()  # the same call finds it
-    started(name="request-quick")
-    assert not (out / "before").exists()
-    (out / "run").mkdir()
-    with pytest.raises(
-        UserError,
-        match="with --model-name request-quick, and this call has --model-name request-tiny",
-    ):
-        started()
 
 
 @pytest.mark.parametrize(

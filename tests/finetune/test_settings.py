@@ -100,6 +100,7 @@ def test_training_takes_the_flags(samples, gpus):
     words = as_arguments({"model": "ViT-B-32", "train-data": "mine=/data", **as_flags(settings)})
     args, config = parse(words)
     assert args.lr == 1e-5 and config.captions == "one-per-epoch" and config.dga_retain == "auto"
+    assert config.freeze_norm_statistics
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.finetune import training as module
-from open_clip_zerovl.finetune.training import Training, train
+from open_clip_zerovl.finetune import finetuning as module
+from open_clip_zerovl.finetune.finetuning import Training, train
 
 # Stands for the training program: an epoch's scores are written, then its checkpoint; SIGTERM ends it as preemption does.
 PROGRAM = """

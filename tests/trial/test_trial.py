@@ -20,9 +20,8 @@ from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.processes import TrainingStopped
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.splits import write_trained_on
-from open_clip_zerovl.finetune.data import find_data, open_sources, sets_of
-from open_clip_zerovl.finetune.flags import SETS, FinetuneFlags
-from open_clip_zerovl.finetune.request import FinetuneRequest
+from open_clip_zerovl.finetune.data import DataArguments, find_data, open_sources, sets_of
+from open_clip_zerovl.finetune.request import SETS, FinetuneFlags, FinetuneRequest
 from open_clip_zerovl.finetune.split import set_identities, source_identities
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.recipe.flags import settings_of
@@ -163,12 +162,6 @@ def test_arms_take_the_same_time(whole):
     assert table["samples of a run"]["dga"] == "72" and table["seconds of a run"]["dga"] == "1"
 
 
-def test_an_arm_has_no_flag_of_the_trials_own(made, trainings, tmp_path, capsys):
-    (tmp_path / "arms.json").write_text(json.dumps({"a": {}, "b": {"batch-size": "8"}}))
-    assert main(words(made, tmp_path / "out", "--arms", str(tmp_path / "arms.json"))) == 2
-    assert "--batch-size does not work with a trial" in capsys.readouterr().err
-
-
 def test_each_arm_takes_the_rate_that_is_best_on_validation(whole):
     out, _ = whole
     records = [json.loads(file.read_text()) for file in (out / "records").glob("*-*.json")]
@@ -236,7 +229,9 @@ def test_a_trial_the_flag_and_readme_say_in_the_same_words_when_debiased_batches
     assert any(WHEN_DEBIASED in note for note in table_of(whole[0])["notes"])
 
 
-def test_more_seeds_later_are_added(made, whole, trainings, tmp_path):
+def test_more_seeds_later_are_added_and_a_margin_that_changes_is_shown(
+    made, whole, trainings, tmp_path
+):
     out = tmp_path / "out"
     shutil.copytree(whole[0], out)
     main(words(made, out, "--seeds", "4"))
@@ -248,6 +243,11 @@ def test_more_seeds_later_are_added(made, whole, trainings, tmp_path):
     length = "train-data-upsampling-factors"
     before = {one[length] for one in whole[1].flags if one["name"].startswith("run-")}
     assert {one[length] for one in trainings.flags} == before
+    for margin in ("0.5", "0.5", "1"):
+        main(words(made, out, "--seeds", "4", "--margin", margin))
+    notes, looks = table_of(out)["notes"], table_of(out)["looks"]
+    assert "--margin was changed after scores were known: 1.0, then 0.5." in notes
+    assert len(looks) == 4 and not any("this is look 3" in note for note in notes)
 
 
 def test_more_seeds_are_of_the_same_data_and_model_wherever_they_lie(
@@ -290,7 +290,7 @@ def test_each_data_argument_and_encoder_is_part_of_the_request(made, tmp_path, f
             encoders=("timm:some-name" if given else f"timm:{place}", "hf:some/name"),
             **given,
         )
-        return request.identity()
+        return request.identity(DataArguments.of(request))
 
     first = identity(1, tmp_path / "set")
     assert claim_difference(first, identity(1, tmp_path / "copy")) is None
@@ -309,7 +309,7 @@ def test_encoders_are_aligned_on_what_the_runs_train_on(made, tmp_path, monkeypa
         out=tmp_path / "out",
         encoders=("timm:some-name", "hf:some/name"),
     )
-    prepared = inputs.prepare(request, request.arguments(), lambda *_: None)
+    prepared = inputs.prepare(request, DataArguments.of(request), lambda *_: None)
     (aligned,) = asked
     assert aligned.train_data == prepared.train_data and "validation" in aligned.held_out
     samples = sum(source.num_samples for source in open_sources(aligned.train_data))
@@ -317,16 +317,6 @@ def test_encoders_are_aligned_on_what_the_runs_train_on(made, tmp_path, monkeypa
         len(scored) for of in (prepared.test, prepared.validation) for scored in of.values()
     ]
     assert samples + sum(held_out) == 2 * 60 and len(held_out) >= 2
-
-
-def test_a_margin_that_changes_after_scores_are_known_is_shown(made, whole, trainings, tmp_path):
-    out = tmp_path / "out"
-    shutil.copytree(whole[0], out)
-    for margin in ("0.5", "0.5", "1"):
-        main(words(made, out, "--margin", margin))
-    notes = table_of(out)["notes"]
-    assert "--margin was changed after scores were known: 1.0, then 0.5." in notes
-    assert len(table_of(out)["looks"]) == 3 and not any("this is look" in note for note in notes)
 
 
 def test_a_diverging_pilot_does_not_end_the_trial(made, trainings, tmp_path, capsys):
@@ -468,15 +458,8 @@ def test_every_set_of_a_flag_is_a_data_argument(made):
     for flags, request in ((TrialFlags, inputs.Request), (FinetuneFlags, FinetuneRequest)):
         sets = [each for each in flags_of(flags) if each.metavar == SETS]
         given = {each.name: f"{each.name}=/d" for each in sets}
-        arguments = request(start=Encoder("x"), data="a=/a", out=made, **given).arguments()
+        arguments = DataArguments.of(request(start=Encoder("x"), data="a=/a", out=made, **given))
         assert sets and {each.option for each in sets} <= arguments.flags().keys()
-
-
-def test_another_trial_in_the_folder_is_refused(made, whole, trainings, capsys):
-    assert main(words(made, whole[0], "--equal", "samples")) == 2
-    assert (
-        "was begun with --equal time, and this call has --equal samples" in capsys.readouterr().err
-    )
 
 
 def test_arms_of_a_file_are_compared_with_its_first(made, trainings, tmp_path):
@@ -505,9 +488,12 @@ def test_arms_of_a_file_are_compared_with_its_first(made, trainings, tmp_path):
             "--dga-steps does not work with a trial, which sets it; give --arms",
         ),
         (("--image", "timm:x", "--text", "hf:y"), "--from MODEL, or --image ENCODER --text"),
+        (("--arms", "arms.json"), "--batch-size does not work with a trial"),
     ],
 )
-def test_mistakes_end_in_a_sentence(made, trainings, tmp_path, capsys, more, sentence):
+def test_mistakes_end_in_a_sentence(made, trainings, tmp_path, monkeypatch, capsys, more, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("arms.json").write_text(json.dumps({"a": {}, "b": {"batch-size": "8"}}))
     assert main(words(made, tmp_path / "out", *more)) == 2
     assert sentence in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""`zerovl align`: encoders to rows, rows to heads, heads to a folder; several encoders to a table."""
+"""`zerovl align`: encoders to rows, rows to heads, heads to a folder; each pairing of several encoders to a row of a table."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import save
 
 from open_clip_zerovl.align.encoders import Tower, open_tower
 from open_clip_zerovl.align.export import TRANSFORMERS_ALONE, check_together, export_aligned
-from open_clip_zerovl.align.heads import Heads
-from open_clip_zerovl.align.pairing import Pairing, short_names
 from open_clip_zerovl.align.request import AlignRequest, Recipe
 from open_clip_zerovl.align.rows import (
     Features,
@@ -29,6 +28,7 @@ from open_clip_zerovl.align.rows import (
     unit_scale,
 )
 from open_clip_zerovl.align.train import (
+    Heads,
     Outcome,
     Task,
     caption_accuracy,
@@ -53,13 +53,17 @@ from open_clip_zerovl.data.splits import (
     write_trained_on,
 )
 from open_clip_zerovl.evaluate.metrics import (
+    DIRECTIONS,
+    Measure,
+    hit_probabilities,
     interval,
+    mean_over,
     recall_bounds,
     resampled,
 )
 from open_clip_zerovl.evaluate.retrieval import GallerySet, gallery_of
+from open_clip_zerovl.features.embed import FeatureStore
 from open_clip_zerovl.features.sources import SourceSamples, cut_captions
-from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.report.pages import (
     FAINT,
@@ -69,12 +73,91 @@ from open_clip_zerovl.report.pages import (
     line_chart,
     write_page,
 )
-from open_clip_zerovl.report.tables import text_table
+from open_clip_zerovl.report.tables import duration, text_table
+from open_clip_zerovl.report.verdicts import RECALL_KS
 from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.urls import local_path
 
 DRAWS = 1000  # of an interval
+OF_SEEDS = "RSUM of seeds"  # a column where there are several
 DRAWN = 5  # pairings, on the page
+
+
+@dataclass
+class Pairing:
+    """One pairing of encoders, with the best of its seeds.
+
+    Attributes:
+        names: of both encoders, as tables show them.
+        of_seeds: held-out RSUM of each seed.
+        seconds: duration of the trainings of all seeds.
+        of_sources: metrics of each source's held-out pictures among themselves; {} for one source.
+        top1: share of the held-out pictures whose best caption of all is one of their own, if captions are of classes.
+        interval: interval of the RSUM that holds 95 % of the draws of held-out pictures.
+    """
+
+    image: Tower
+    text: Tower
+    names: tuple[str, str]
+    task: Task
+    recipe: Recipe
+    outcome: Outcome
+    of_seeds: list[float]
+    seconds: float
+    of_sources: dict[str, dict[str, float]]
+    top1: float | None = None
+    interval: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def name(self) -> str:
+        """Join the names of both encoders."""
+        return " + ".join(self.names)
+
+    @property
+    def rsum(self) -> float:
+        """Return the held-out RSUM of the best seed."""
+        return self.outcome.metrics["rsum"]
+
+    def measure(self) -> Measure:
+        """Take the RSUM as a measure over held-out pictures, with which their captions are drawn."""
+        held, ranks = self.task.pairs.held_out, self.outcome.ranks
+        units = (torch.arange(len(held.images)), torch.from_numpy(held.text_to_image))
+        hits = [hit_probabilities(ranks[way], RECALL_KS).sum(dim=0) for way in DIRECTIONS]
+        return mean_over(list(zip(units, hits, strict=True)), len(held.images), 100.0)
+
+    def row(self) -> dict[str, str]:
+        """Return the cells of a table by their columns."""
+        metrics, (low, high) = self.outcome.metrics, self.interval
+        recalls = [f"{100 * metrics[f'{way}_R@1']:.1f}" for way in DIRECTIONS]
+        row = dict(zip(("image", "text"), self.names, strict=True))
+        row["widths"] = f"{self.image.width}, {self.text.width}"
+        row |= zip(("I2T R@1", "T2I R@1"), recalls, strict=True)
+        row |= {"RSUM": f"{self.rsum:.1f}", "95 % interval": f"{low:.1f} to {high:.1f}"}
+        if len(self.of_seeds) > 1:
+            row[OF_SEEDS] = " ".join(f"{score:.0f}" for score in self.of_seeds)
+        row |= {"epoch": str(self.outcome.best_epoch), "train": duration(self.seconds)}
+        return row if self.top1 is None else {**row, "top-1": f"{100 * self.top1:.1f}"}
+
+    def record(self) -> dict[str, Any]:
+        """Describe the pairing as JSON."""
+        named = {
+            "image": self.image.name,
+            "text": self.text.name,
+            "widths": [self.image.width, self.text.width],
+        }
+        scores = {
+            "metrics": self.outcome.metrics,
+            "interval": self.interval,
+            "rsum of seeds": self.of_seeds,
+            "sources": self.of_sources,
+            "top1": self.top1,
+        }
+        training = {
+            "best epoch": self.outcome.best_epoch,
+            "checks": self.outcome.scores,
+            "seconds": self.seconds,
+        }
+        return {**named, **scores, **training, "settings": vars(self.recipe)}
 
 
 def run_align(
@@ -150,8 +233,17 @@ class Alignment:
         """Run the alignment (see `run_align`)."""
         request = self.request
         self._announce()
+        rows = request.rows or request.out / "rows"
         for tower in (*self.images, *self.texts):
-            self._embed(tower)
+            self.stores[id(tower)] = embed_tower(
+                tower,
+                self.sources,
+                rows,
+                request,
+                device=self.device,
+                say=lambda line: self.say(f"rows   {line}"),
+            )
+            tower.module.cpu()
         if request.part != (0, 1):
             number, count = request.part
             self.say(
@@ -222,18 +314,6 @@ class Alignment:
         self.say(f"heads  linear, to {request.embed_dim} numbers, on {self.device}")
         if any(tower.kind == "vision" for tower in self.images):
             self.say(f"       of a vision model of transformers: {TRANSFORMERS_ALONE}")
-
-    def _embed(self, tower: Tower) -> None:
-        request, folder = self.request, self.request.rows or self.request.out / "rows"
-        self.stores[id(tower)] = embed_tower(
-            tower,
-            self.sources,
-            folder,
-            request,
-            device=self.device,
-            say=lambda line: self.say(f"rows   {line}"),
-        )
-        tower.module.cpu()
 
     def _tasks(self) -> Callable[[Tower, Tower], Task]:
         """Make the pairs, and from them a task of any two towers."""
@@ -377,6 +457,7 @@ class Alignment:
             self.say("zerovl retrieval, search, export and train --init-from take it")
             for note in loading_notes(folder):
                 self.say(note)
+            self.say(f"Search pictures with it: {command}")
         record = {
             "chance": chance,
             "pairings": [pairing.record() for pairing in ranked],
@@ -449,3 +530,19 @@ class Alignment:
         # The page's facts have the sentence on the best possible RSUM.
         metrics = {name: value for name, value in shown.metrics.items() if name != "rsum_best"}
         return gallery_of([replace(shown, metrics=metrics)])
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Shorten names by the folders with which all begin and end, unless this leaves nothing of one."""
+    parts = [name.split("/") for name in names]
+    begin, end = (
+        sum(
+            1
+            for _ in itertools.takewhile(
+                lambda level: len(set(level)) == 1, zip(*of_all, strict=False)
+            )
+        )
+        for of_all in (parts, [part[::-1] for part in parts])
+    )
+    short = ["/".join(part[begin : len(part) - end]) for part in parts]
+    return dict(zip(names, short if all(short) else names, strict=True))

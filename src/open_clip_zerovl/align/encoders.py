@@ -29,9 +29,9 @@ from open_clip_zerovl.checkpoints.loading import ModelSpec, load_model, spec_of,
 from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of
 from open_clip_zerovl.checkpoints.transformers_towers import PooledVision
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.features.digest import module_digest
 from open_clip_zerovl.features.encoder import (
     FrozenModel,
+    module_digest,
     split_transform,
     text_tower_before_projection,
     tower_before_projection,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from open_clip_zerovl.align.encoders import SMALL_IMAGE, SMALL_TEXT, Tower
-from open_clip_zerovl.align.heads import Heads, placed
+from open_clip_zerovl.align.train import Heads
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import ModelSpec, load_model
@@ -117,6 +117,25 @@ def export_aligned(
     folder = write_local_dir(origin, weights, spec, out, card=card, force=True)
     _verify(folder, image, text, heads, scales)
     return folder
+
+
+def placed(tower: Tower, weight: Tensor) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Write a head (D, F) as entries of open_clip's config of a tower, and as tensors under open_clip's names."""
+    if tower.kind == "timm":
+        config = {"timm_proj": "linear", "timm_proj_bias": False}
+        return config, {"visual.head.proj.weight": weight}
+    if tower.kind == "hf":
+        return {"hf_proj_type": "linear"}, {"text.proj.weight": weight}
+    if tower.kind == "resnet":
+        return {}, {
+            "visual.attnpool.c_proj.weight": weight,
+            "visual.attnpool.c_proj.bias": weight.new_zeros(len(weight)),
+        }
+    if tower.kind == "vit":
+        return {}, {"visual.proj": weight.T.contiguous()}
+    return {"proj_type": "linear", "proj_bias": False}, {
+        "text.text_projection": weight.T.contiguous()
+    }
 
 
 def _in_memory(image: Tower, text: Tower, heads: Heads, scales: tuple[float, float]) -> Any:

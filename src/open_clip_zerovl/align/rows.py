@@ -1,6 +1,6 @@
 """The features of sources by frozen towers, made once, and the pairs that they make.
 
-    ROWS/image-NAME-DIGEST/     a file for each shard (`features.store`): rows (n, F), identity of each picture
+    ROWS/image-NAME-DIGEST/     a file for each shard (`features.embed`): rows (n, F), identity of each picture
     ROWS/text-NAME-DIGEST/      rows (T, F), identity of each caption
 
 `n` samples and `T` captions of all sources, `F` width of a tower. An identity is a hash of a picture's pixels
@@ -27,17 +27,14 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import digest_of, number_of
 from open_clip_zerovl.core.randomness import Purpose, stream
 from open_clip_zerovl.data.components import kind_of
+from open_clip_zerovl.data.names import PER_EPOCH
 from open_clip_zerovl.data.sets import parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.splits import Identities, draw_held_out, identity_of
-from open_clip_zerovl.features.embed import embed, estimated_seconds
+from open_clip_zerovl.features.embed import FeatureStore, embed, estimated_seconds
 from open_clip_zerovl.features.sources import SourceSamples
-from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.sampling.schedule import source_schedule
-
-CAPTIONS = "one-per-epoch"
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Embedding
@@ -86,7 +83,7 @@ def open_sources(train_data: str, held_out: str) -> Sources:
     Raises:
         UserError: as `parse_sources` and `parse_retrieval_data`; a held-out set of annotations.
     """
-    training = parse_sources(train_data, captions=CAPTIONS)
+    training = parse_sources(train_data, captions=PER_EPOCH)
     held: tuple[Source, ...] = ()
     if held_out:
         sets = parse_retrieval_data(held_out)
@@ -101,7 +98,7 @@ def open_sources(train_data: str, held_out: str) -> Sources:
             for name, place in sets.items()
         }
         named = "::".join(f"{name}={place}" for name, place in places.items())
-        held = parse_sources(named, captions=CAPTIONS, evaluation=True, split="test")
+        held = parse_sources(named, captions=PER_EPOCH, evaluation=True, split="test")
     return Sources((*training, *held), len(training))
 
 

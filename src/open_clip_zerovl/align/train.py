@@ -1,6 +1,8 @@
-"""Training heads on stored features: a plain loop over index permutations, with a check on held-out pairs now and then.
+"""Linear heads between frozen features and a shared space, and their training on stored features.
 
-`N` pairs a step, `F` width of features, `D` of the shared space, `m` samples.
+A plain loop over index permutations, with a check on held-out pairs now and then.
+
+`N` pairs a step, `F` width of features, `D` of the shared space, `m` samples, `b` pairs.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from open_clip_zerovl.align.heads import Heads
 from open_clip_zerovl.align.request import Recipe
 from open_clip_zerovl.align.rows import Features, HeldOut, Pairs, epoch_captions, epoch_order
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading, save_atomically
 from open_clip_zerovl.core.memory import available_bytes
+from open_clip_zerovl.core.randomness import Purpose, seeded, stream_seed
 from open_clip_zerovl.evaluate.metrics import QueryRanks, recalls, retrieval_ranks
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups, warmup_cosine
@@ -30,6 +33,50 @@ STEPS, EPOCHS = 2_000, (10, 200)  # of a training whose length nobody chose
 CHECKS = 20  # at most
 _MATRICES = 4  # of the logits' size that the loss holds at once, at most
 _ENCODED_AT_ONCE = 8192
+START_SCALE = math.log(1 / 0.07)  # of logit_scale, as open_clip's
+
+
+class _Unit(torch.autograd.Function):
+    """Rows of unit length. The gradient in two passes over the rows, where `F.normalize` takes eleven: (g - y <g, y>) / |x|."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        length = x.norm(dim=-1, keepdim=True).clamp_min_(1e-12)
+        y = x / length
+        ctx.save_for_backward(y, length)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        y, length = ctx.saved_tensors
+        return torch.addcmul(grad, y, (grad * y).sum(dim=-1, keepdim=True), value=-1.0).div_(length)
+
+
+class Heads(nn.Module):
+    """Both heads and the temperature.
+
+    Args:
+        widths: the widths of the image's and the text's features.
+        seed: the seed of the initial weights.
+    """
+
+    def __init__(self, widths: tuple[int, int], embed_dim: int, seed: int = 0) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+        with seeded(stream_seed(seed, Purpose.ALIGN_HEADS)):
+            self.image = nn.Linear(widths[0], embed_dim, bias=False)
+            self.text = nn.Linear(widths[1], embed_dim, bias=False)
+        self.logit_scale = nn.Parameter(torch.tensor(START_SCALE))
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """Project features (b, F) each to embeddings of unit length (b, D) each."""
+        return _Unit.apply(self.image(images)), _Unit.apply(self.text(texts))
+
+    @property
+    def weights(self) -> int:
+        """Numbers in the two heads."""
+        return self.image.weight.numel() + self.text.weight.numel()
 
 
 @dataclass
@@ -130,11 +177,6 @@ def make_optimizer(heads: Heads, recipe: Recipe) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         parameter_groups(heads, recipe.wd), lr=recipe.lr, betas=(0.9, 0.98), fused=True
     )
-
-
-def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
-    """Compute a linear rise, then a cosine to 0 at the last of all steps."""
-    return warmup_cosine(step, steps, recipe.lr, max(1, round(recipe.warmup_share * steps)))
 
 
 def backward(
@@ -269,9 +311,11 @@ def _epoch(
     images, texts = everywhere(pairs.images), everywhere(shown)
     ids = {name: everywhere(numbers) for name, numbers in needed.items() if numbers is not None}
     total, steps = torch.zeros((), device=device), len(order)
+    all_steps = recipe.epochs * steps
+    warmup = max(1, round(recipe.warmup_share * all_steps))
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, epoch * steps + step, recipe.epochs * steps)
+            group["lr"] = warmup_cosine(epoch * steps + step, all_steps, recipe.lr, warmup)
         ids_of_step = {name: numbers[step] for name, numbers in ids.items()}
         rows = [task.images[images[step]], task.texts[texts[step]]]
         total += take_step(heads, optimizer, loss, rows, ids_of_step)

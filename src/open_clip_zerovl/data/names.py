@@ -32,7 +32,8 @@ CLASS_NAMES = (
 )
 FEWEST_PICTURES = 40  # of which some can be held out
 # of an image with several: one of them each epoch, each a sample of its own, the first alone, or all in one text
-CAPTIONS = ("one-per-epoch", "all", "first", "joined")
+PER_EPOCH = "one-per-epoch"
+CAPTIONS = (PER_EPOCH, "all", "first", "joined")
 POLICIES = ("replace", "fail")  # what happens at a bad sample
 AUTO_AUGMENTS = ("imagenet",)  # policies of AutoAugment
 _WORDNET = re.compile(r"n\d{8}")

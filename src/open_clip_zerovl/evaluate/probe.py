@@ -34,11 +34,11 @@ from open_clip_zerovl.evaluate.metrics import (
     distinct_names,
     in_percent,
 )
-from open_clip_zerovl.features.digest import module_digest
 from open_clip_zerovl.features.embed import picture_features
 from open_clip_zerovl.features.encoder import (
     FrozenModel,
     autocast,
+    module_digest,
     split_transform,
     tower_before_projection,
 )

@@ -3,7 +3,7 @@
 A model's query is its embedding of the words, or of the picture; with both, the sum of the two, each of length 1. Pictures are
 ranked by the cosine with it. Cosines of two models are not on one scale: compare ranks.
 
-Embeddings are computed once and kept, by the digests of the image tower and of the pictures (`features.store`): a copy of the
+Embeddings are computed once and kept, by the digests of the image tower and of the pictures (`features.embed`): a copy of the
 pictures is known, and a changed picture is embedded again with those of its run.
 
 `--serve` answers searches in a browser, on Gradio (extra `[app]`). Pictures are sent as thumbnails within the answer, so that
@@ -44,9 +44,8 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sources import contents_of_shards
 from open_clip_zerovl.evaluate.settings import SearchSettings, ServeSettings
-from open_clip_zerovl.features.embed import Parts, Pictures, embed_pictures
+from open_clip_zerovl.features.embed import FeatureStore, Parts, Pictures, embed_pictures
 from open_clip_zerovl.features.encoder import FrozenModel
-from open_clip_zerovl.features.store import FeatureStore
 from open_clip_zerovl.report.pages import render, thumbnail, write_page
 from open_clip_zerovl.shards.pictures import BadFile, BadPicture, read_foreign
 

@@ -1,12 +1,15 @@
-"""A frozen model on its device: pictures and captions to embeddings, or to features before the projection.
+"""A frozen model on its device: pictures and captions to embeddings, or to features before the projection, with their digest.
 
 `b` pictures or captions at once, `S` side of the model's pictures, `D` width of its embeddings, `F` of its features.
+Features of the same input with the same digest of tower, preprocessing and precision are the same.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,16 +18,27 @@ from typing import Any
 import torch
 from open_clip.hf_model import HFTextEncoder
 from PIL import Image
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import digest_of, digest_of_all
 from open_clip_zerovl.core.memory import keep_freed_memory
 from open_clip_zerovl.data.images import normalize, split_normalize
-from open_clip_zerovl.features.digest import tower_digest
 
 CPU_PICTURES = 16  # in a forward pass on a CPU: more leave its caches, and take 1.2 times the time of a picture
+
+_SCALES = ("logit_scale", "logit_bias")
+# Settings of layers on which features do not depend, besides those of random layers, which evaluation turns off.
+_NOT_OF_OUTPUTS = {
+    "training",
+    "grad_checkpointing",
+    "gradient_checkpointing",
+    "output_dict",
+    "name_or_path",
+}
 
 
 @dataclass
@@ -250,3 +264,107 @@ def text_tower_before_projection(text: Any) -> nn.Module:
             f"features before the projection are known of open_clip's own and Hugging Face's text towers; this one is a {kind}"
         )
     return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Digests
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tower_digest(model: nn.Module, tower: str, *, inputs: Any, precision: str = "fp32") -> str:
+    """Digest everything on which a tower's features of an input depend.
+
+    Args:
+        model: with its weights loaded. Its image tower is `visual` with all below it; everything else is the text tower.
+        tower: "image" or "text".
+        inputs: the tokenizer of a text tower, the transform of an image tower.
+        precision: the precision of the forward passes (open_clip's `--precision`).
+    """
+    tensors = {
+        name: tensor
+        for name, tensor in _tensors(model).items()
+        if name not in _SCALES and name.startswith("visual.") == (tower == "image")
+    }
+    layers = [
+        [name, *_settings(module)]
+        for name, module in model.named_modules()
+        if (name.split(".")[0] == "visual") == (tower == "image")
+    ]
+    return _digest(tensors, [tower, precision, layers, _described(inputs)])
+
+
+def module_digest(module: nn.Module, *, inputs: Any, precision: str = "fp32") -> str:
+    """Digest a module that is a whole tower, as `tower_digest`."""
+    return _digest(
+        _tensors(module),
+        [
+            precision,
+            [[name, *_settings(part)] for name, part in module.named_modules()],
+            _described(inputs),
+        ],
+    )
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Collect weights and buffers, also those that no checkpoint holds (the frequencies of rotary positions)."""
+    return {**dict(module.named_buffers()), **module.state_dict()}
+
+
+def _settings(module: nn.Module) -> list[Any]:
+    """Describe a layer without its children: class, and settings that tensors do not show (activation, number of heads)."""
+    plain = bool | int | float | str
+    settings = {
+        name: value
+        for name, value in vars(module).items()
+        if name[0] != "_"
+        and name not in _NOT_OF_OUTPUTS
+        and (
+            isinstance(value, plain)
+            or (isinstance(value, tuple | list) and all(isinstance(item, plain) for item in value))
+        )
+    }
+    return [type(module).__name__, sorted(settings.items())]
+
+
+def _digest(tensors: dict[str, torch.Tensor], facts: Any) -> str:
+    def parts() -> Iterator[Any]:
+        yield facts
+        for name, tensor in sorted(tensors.items()):
+            yield [name, str(tensor.dtype), list(tensor.shape)]
+            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    return digest_of_all(parts())
+
+
+def plain_repr(thing: Any) -> str:
+    """Write a transform or module without the memory addresses of objects, which differ in each process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
+
+
+def _described(inputs: Any) -> list[Any]:
+    """Describe a tokenizer or transform as JSON."""
+    inner = getattr(inputs, "tokenizer", None)
+    if inner is None:
+        return [type(inputs).__name__, getattr(inputs, "context_length", None), plain_repr(inputs)]
+    backend = getattr(inner, "backend_tokenizer", None)
+    content = (
+        _without_lengths(backend)
+        if backend is not None
+        else json.dumps(sorted(inner.get_vocab().items()))
+    )
+    return [
+        type(inner).__name__,
+        inputs.context_length,
+        getattr(getattr(inputs, "clean_fn", None), "__name__", None),
+        getattr(inputs, "strip_sep_token", None),
+        getattr(inputs, "tokenizer_mode", None),
+        digest_of(content),
+    ]
+
+
+def _without_lengths(backend: Any) -> str:
+    """Write a tokenizer's content as JSON, without the truncation and padding that its last call has left in it."""
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy.to_str()

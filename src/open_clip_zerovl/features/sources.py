@@ -17,7 +17,7 @@ from torch import Tensor
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.data.names import field_names
+from open_clip_zerovl.data.names import PER_EPOCH, field_names
 from open_clip_zerovl.data.reader import (
     ShardReader,
     members_of,
@@ -139,11 +139,11 @@ def caption_counts(source: Source) -> np.ndarray:
     sample of its own. In a shard that cannot be read each sample counts one caption.
     """
     counts = np.ones(source.num_samples, dtype=np.int64)
-    if source.captions != "one-per-epoch" and not field_names(source.captions):
+    if source.captions != PER_EPOCH and not field_names(source.captions):
         return counts
     reader = ShardReader(source, members_of(source.captions) - {*IMAGE_EXTENSIONS})
     for shard, begin in enumerate(source.starts[:-1].tolist()):
-        if source.captions == "one-per-epoch":  # which the shard's index has counted
+        if source.captions == PER_EPOCH:  # which the shard's index has counted
             with suppress(ShardError), reader.cache.borrowed(source.shards[shard]) as path:
                 each = open_index(path).captions[: source.sizes[shard]]
                 counts[begin : begin + len(each)] = each

@@ -19,20 +19,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.core.files import CONTENT, did_you_mean, digest_of
+from open_clip_zerovl.core.files import CONTENT, did_you_mean, digest_of, file_digests
 from open_clip_zerovl.data.components import kind_of
-from open_clip_zerovl.data.names import CLASS_NAMES, NAME, is_named
+from open_clip_zerovl.data.names import CLASS_NAMES, NAME, PER_EPOCH, is_named
 from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, content_of_sources, parse_sources
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet, open_labelled_set
+from open_clip_zerovl.models.configs import LOCAL_DIR
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.shards.urls import local_path
 
-CAPTIONS = "one-per-epoch"
 SPLITS = ("test", "val", "train")  # folders with these names are not sources
 HELD_OUT = "held-out"
 DATA_FLAG, HELD_OUT_FLAG = "--data", "--retrieval-data"
+# All data arguments of all commands, by what their data is.
+SOURCES, RETRIEVAL, LABELLED = (
+    (DATA_FLAG, "--keep-data"),
+    (HELD_OUT_FLAG, "--kept"),
+    ("--zero-shot-data",),
+)
+_TEXTS = {".json", ".txt", ".model", ".jinja"}  # configs and tokenizers
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
 
 
 @dataclass(frozen=True)
@@ -107,40 +116,37 @@ class DataArguments:
     labelled: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        data: str,
-        retrieval_data: str | None,
-        *,
-        sources: Mapping[str, str | None] | None = None,
-        retrieval: Mapping[str, str | None] | None = None,
-        labelled: Mapping[str, str | None] | None = None,
-        earlier: Mapping[str, Any] | None = None,
-        say: Say = lambda line: None,
-    ) -> DataArguments:
-        """Give each source and set its name, and find the held-out sets that come with the data.
+    def of(cls, request: Any, say: Say = lambda line: None) -> DataArguments:
+        """Give each source and set of a request its name, and find the held-out sets that come with the data.
 
         Args:
-            data, retrieval_data: of the flags --data and --retrieval-data.
-            sources, retrieval, labelled: further ones; None is left out.
-            earlier: the request of an earlier call, whose names they keep.
+            request: has an attribute for each flag of SOURCES, RETRIEVAL and LABELLED that its command has.
             say: is called with a line about data that is packed.
 
         Raises:
             UserError: `find_data`, `sets_as_shards`.
         """
-        pairs = find_data(data, say)
-        old = {
-            flag: find_data(text, say).train_data for flag, text in (sources or {}).items() if text
-        }
-        sets = {HELD_OUT_FLAG: retrieval_data or pairs.held_out, **(retrieval or {})}
-        groups = (
-            {DATA_FLAG: pairs.train_data, **old},
-            {flag: sets_as_shards(text, say=say) for flag, text in sets.items() if text},
-            {flag: _named_sets(text) for flag, text in (labelled or {}).items() if text},
-        )
-        known = earlier or {}
+
+        def given(flags: tuple[str, ...]) -> dict[str, str]:
+            names = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
+            values = {flag: getattr(request, name, None) for flag, name in names.items()}
+            return {flag: text for flag, text in values.items() if text}
+
+        found = {flag: find_data(text, say) for flag, text in given(SOURCES).items()}
+        sets = given(RETRIEVAL)
+        if came_with := found[DATA_FLAG].held_out:
+            sets = {HELD_OUT_FLAG: came_with} | sets
         return cls(
+            {flag: pairs.train_data for flag, pairs in found.items()},
+            {flag: sets_as_shards(text, say=say) for flag, text in sets.items()},
+            {flag: _named_sets(text) for flag, text in given(LABELLED).items()},
+        )
+
+    def named_as(self, earlier: Mapping[str, Any] | None) -> DataArguments:
+        """Give sources and sets the names that they have in the request of an earlier call."""
+        known = earlier or {}
+        groups = (self.sources, self.retrieval, self.labelled)
+        return DataArguments(
             *(
                 {flag: _named_as(text, known.get(flag)) for flag, text in group.items()}
                 for group in groups
@@ -165,17 +171,18 @@ class DataArguments:
         texts = self.flags()
         given = [flag for flag in (texts if flags is None else flags) if flag in texts]
         named = {flag: texts[flag] for flag in given}
-        return named | {f"{CONTENT}{flag}": self._contents[flag] for flag in given}
+        return named | {f"{CONTENT}{flag}": self._content(flag) for flag in given}
+
+    def _content(self, flag: str) -> str:
+        if flag in self.sources:
+            return content_of_sources(self.sources[flag])
+        return digest_of([each.content() for each in self._sets[flag].values()])
 
     @cached_property
-    def _contents(self) -> dict[str, str]:
-        digests = {flag: content_of_sources(text) for flag, text in self.sources.items()}
-        for flag, text in self.retrieval.items():
-            digests[flag] = digest_of([dataset.content() for dataset in sets_of(text).values()])
-        for flag, text in self.labelled.items():
-            opened = labelled_sets("", text).values()
-            digests[flag] = digest_of([each.content() for each in opened])
-        return digests
+    def _sets(self) -> dict[str, Mapping[str, IndexedSet | LabelledSet]]:
+        opened: dict[str, Mapping[str, IndexedSet | LabelledSet]] = {}
+        opened |= {flag: sets_of(text) for flag, text in self.retrieval.items()}
+        return opened | {flag: labelled_sets("", text) for flag, text in self.labelled.items()}
 
     def scored(self) -> dict[str, IndexedSet]:
         """Open the pictures of the sets of all flags by "FLAG NAME".
@@ -183,15 +190,11 @@ class DataArguments:
         Raises:
             UserError: a set that cannot be opened.
         """
-        sets = {
-            f"{flag} {name}": dataset
-            for flag, text in self.retrieval.items()
-            for name, dataset in sets_of(text).items()
+        return {
+            f"{flag} {name}": each.images if isinstance(each, LabelledSet) else each
+            for flag, sets in self._sets.items()
+            for name, each in sets.items()
         }
-        for flag, text in self.labelled.items():
-            for name, dataset in labelled_sets("", text).items():
-                sets[f"{flag} {name}"] = dataset.images
-        return sets
 
 
 def _named_sets(data: str) -> str:
@@ -230,7 +233,7 @@ def _name_of(path: Path | str) -> str:
 
 def open_sources(train_data: str) -> tuple[Source, ...]:
     """Open sources with a sample for each picture, which has all its captions."""
-    return parse_sources(train_data, captions=CAPTIONS)
+    return parse_sources(train_data, captions=PER_EPOCH)
 
 
 def all_classes(data: str) -> bool:
@@ -251,3 +254,64 @@ def labelled_sets(new: str, asked: str | None = None) -> dict[str, LabelledSet]:
         for name, at in places
         if asked or (at / CLASS_NAMES).is_file()
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The content of models, which a claim covers as it covers that of data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def digest_of_model(start: Encoder) -> str | None:
+    """Digest a model: its config, and the content of the files with its weights and its tokenizer.
+
+    Returns:
+        None if there is no such model, it has no files of weights (a tag), or they are gone, of which OUT/before may hold the
+        content.
+    """
+    try:
+        config = start.spec().model_cfg
+    except (UserError, OSError):
+        return None
+    place = Path(start.model.removeprefix(LOCAL_DIR)).expanduser()
+    files = (
+        [place, *(folder / "params.txt" for folder in list(place.parents)[:2])]
+        if place.is_file()
+        else []
+    )
+    files += _files(place, _TEXTS | _WEIGHTS)
+    for key in ("hf_model_name", "hf_tokenizer_name"):
+        files += _files(Path(config["text_cfg"].get(key) or place), _TEXTS)
+    if not any(file.suffix in _WEIGHTS and file.is_file() for file in files):
+        return None
+    return digest_of(config, _named_digests(files))
+
+
+def digest_of_encoder(name: str) -> str | None:
+    """Digest the files of an encoder of `zerovl align`.
+
+    Returns:
+        None for one that is fetched by its name.
+    """
+    library, colon, place = name.partition(":")
+    if not colon or library not in ("timm", "hf"):
+        return digest_of_model(Encoder(name))
+    *_, last = place.split(",")
+    path = Path(last).expanduser()
+    if path.is_file():
+        return digest_of(name.removesuffix(f",{last}"), _named_digests([path]))
+    files = _files(path, _TEXTS | _WEIGHTS, "**/*")
+    return digest_of(library, _named_digests(files)) if files else None
+
+
+def _named_digests(files: Iterable[Path]) -> list[tuple[str, str | None]]:
+    digests = file_digests(file for file in {*files} if file.is_file())
+    return sorted((Path(file).name, digest) for file, digest in digests.items())
+
+
+def _files(folder: Path, suffixes: set[str], pattern: str = "*") -> list[Path]:
+    """List a folder's files with these suffixes, without the curve that chose its weights."""
+    return [
+        file
+        for file in folder.glob(pattern)
+        if file.suffix in suffixes and file.name != "interpolation.json"
+    ]

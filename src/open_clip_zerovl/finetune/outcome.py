@@ -36,8 +36,8 @@ from open_clip_zerovl.evaluate.zero_shot import score_loaded
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.data import labelled_sets
 from open_clip_zerovl.finetune.proposal import Setting
-from open_clip_zerovl.finetune.request import FinetuneRequest, Prepared
-from open_clip_zerovl.finetune.training import Training
+from open_clip_zerovl.finetune.request import FinetuneRequest
+from open_clip_zerovl.finetune.split import Prepared
 from open_clip_zerovl.models.configs import LOCAL_DIR
 from open_clip_zerovl.report.pages import (
     FAINT,
@@ -57,13 +57,18 @@ def write_outcome(
     request: FinetuneRequest,
     prepared: Prepared,
     settings: Sequence[Setting],
-    training: Training,
+    trained: Mapping[int, float],
     epoch: int,
     checkpoint: Path,
     say: Say,
 ) -> None:
-    """Choose the weights between before and a trained epoch, and write model, gallery, report and `finetune.json`."""
-    out = request.out
+    """Choose the weights between before and a trained epoch, and write model, gallery, report and `finetune.json`.
+
+    Args:
+        trained: score of each epoch on the held-out sets.
+        epoch: the best of them.
+    """
+    out, held_out = request.out, tuple(pairs.sets_of(prepared.split.new))
     scorer = Encoder(
         prepared.before,
         device=request.start.device,
@@ -98,18 +103,16 @@ def write_outcome(
     if curve.chosen.alpha and not pairs.all_classes(prepared.split.new):
         notes += recall_verdicts(shown)
     facts = [f"From {request.start.model} on {request.data}.", *notes]
-    scores = {0: curve.points[0].mean_score(training.sets), **training.scores()}
+    scores = {0: curve.points[0].mean_score(held_out), **trained}
     commands = next_commands(model, prepared.split.new, request.kept)
-    write_report(
-        out / "report.html", facts, commands, settings, scores, epoch, curve, training.sets
-    )
+    write_report(out / "report.html", facts, commands, settings, scores, epoch, curve, held_out)
     table = before_after(curve, notes)
     content = {
         **request.of_training(),
         "held_out": as_keys(split.held_out),
         "best epoch": epoch,
         "checkpoint": str(checkpoint),
-        "epochs": {str(number): score for number, score in training.scores().items()},
+        "epochs": {str(number): score for number, score in trained.items()},
         "zero_shot": accuracies,
         "curve": {"asked": request.of_curve(prepared.arguments), **curve.as_dict()},
         "model": str(model),

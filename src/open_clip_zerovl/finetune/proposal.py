@@ -12,6 +12,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import CPU_MICRO_BATCH
+from open_clip_zerovl.data.names import PER_EPOCH
 from open_clip_zerovl.recipe.flags import Settings
 from open_clip_zerovl.sampling.schedule import Batching
 
@@ -174,7 +175,7 @@ def choose_settings(facts: Facts, given: Settings) -> list[Setting]:
         ),
         Setting(
             "captions",
-            "one-per-epoch",
+            PER_EPOCH,
             "a picture is shown once an epoch, so that it is not a negative of itself",
         ),
         Setting(

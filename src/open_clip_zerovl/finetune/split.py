@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sets import IndexedSet
-from open_clip_zerovl.data.sources import Source, content_of_source
+from open_clip_zerovl.data.sources import Source, content_of_source, parse_sources
 from open_clip_zerovl.data.splits import (
     Identities,
     as_keys,
@@ -49,6 +49,7 @@ from open_clip_zerovl.finetune.data import (
     DataArguments,
     open_sources,
 )
+from open_clip_zerovl.finetune.request import SOURCE_WEIGHTS, FinetuneRequest
 from open_clip_zerovl.prepare.door import keep_in_use, make_room
 from open_clip_zerovl.shards.files import SIZES_FILE, write_retrieval_set, write_shard
 from open_clip_zerovl.shards.pictures import BadPicture
@@ -82,15 +83,6 @@ class Split:
     def train_data(self) -> str:
         """Return the data of --data."""
         return self.sources[DATA_FLAG]
-
-
-@dataclass
-class HeldOutPicture:
-    """A picture that is held out, with the captions of all its samples, and the number of its class if it has one."""
-
-    picture: bytes = b""
-    captions: list[str] = field(default_factory=list)
-    label: bytes | None = None
 
 
 def hold_out(
@@ -236,7 +228,7 @@ def source_identities(
         def decoded(source: Source = source) -> Identities:
             if source.num_samples >= _ANNOUNCED:
                 say(f"comparing the pictures of {source.name} ({source.num_samples:,} samples)")
-            return _decoded(_contents(source))
+            return _decoded(source)
 
         identities[source.name] = _stored(content_of_source(source), out, decoded)
     return identities
@@ -269,30 +261,37 @@ def _stored(content: str, out: Path, decoded: Callable[[], Identities]) -> Ident
     return identities
 
 
-def _contents(source: Source) -> Iterator[bytes | None]:
-    """Yield the encoded picture of each sample, None where there is no picture or no caption."""
-    for shard, size in enumerate(source.sizes):
-        count = 0
-        for sample in islice(samples_of(source, shard), size):
-            count += 1
-            yield sample.image if sample.captions else None
-        yield from [None] * (size - count)
+def _decoded(source: Source) -> Identities:
+    """Identify the picture of each sample: (n,)."""
 
-
-def _decoded(contents: Iterator[bytes | None]) -> Identities:
-    """Identify encoded pictures: (n,)."""
-
-    def identity(content: bytes | None) -> int:
+    def identity(sample: Sample) -> int:
+        if sample.image is None or not sample.captions:
+            return 0
         try:
-            return 0 if content is None else identity_of(decode_image(content))
+            return identity_of(decode_image(sample.image))
         except BadPicture:
             return 0
 
-    identities: list[int] = []
+    identities = np.zeros(source.num_samples, np.int64)
+    samples = _numbered(source)
     with ThreadPoolExecutor(usable_cores()) as pool:
-        while block := list(islice(contents, _AT_ONCE)):
-            identities += pool.map(identity, block)
-    return np.array(identities, dtype=np.int64)
+        while block := dict(islice(samples, _AT_ONCE)):
+            identities[[*block]] = [*pool.map(identity, block.values())]
+    return identities
+
+
+def _numbered(source: Source, wanted: np.ndarray | None = None) -> Iterator[tuple[int, Sample]]:
+    """Yield the samples of a source with their numbers.
+
+    Args:
+        wanted: (n,) mask of the samples to yield; None for all.
+    """
+    for shard, begin in enumerate(source.starts[:-1].tolist()):
+        end = begin + source.sizes[shard]
+        if wanted is None or wanted[begin:end].any():
+            for number, sample in zip(range(begin, end), samples_of(source, shard), strict=False):
+                if wanted is None or wanted[number]:
+                    yield number, sample
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -310,39 +309,25 @@ def _write_held_out(
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("of") == made_of:
         return sets
     shutil.rmtree(out / HELD_OUT, ignore_errors=True)  # of a call that was killed
-    held_out = {identity: HeldOutPicture() for identity in drawn.tolist()}
+    pictures: dict[int, bytes] = {}
+    labels: dict[int, dict[str, bytes]] = {}
+    captions: dict[int, dict[str, None]] = {}
     for source in sources:
-        _collect(source, identities[source.name], held_out)
-    samples = [
-        Sample(
-            key,
-            {_suffix(picture.picture): picture.picture, "txt": "\n".join(picture.captions).encode()}
-            | ({} if picture.label is None else {"cls": picture.label}),
-        )
-        for key, picture in zip(keys, held_out.values(), strict=True)
-    ]
+        rows = identities[source.name]
+        for row, sample in _numbered(source, np.isin(rows, drawn)):
+            pictures[rows[row]] = sample.image or b""
+            captions.setdefault(rows[row], {}).update(dict.fromkeys(sample.captions))
+            if "cls" in sample.files:
+                labels[rows[row]] = {"cls": sample.files["cls"]}
+    samples = []
+    for key, identity in zip(keys, drawn.tolist(), strict=True):
+        text = {"txt": "\n".join(captions[identity]).encode()}
+        picture = {_suffix(pictures[identity]): pictures[identity]}
+        samples.append(Sample(key, {**picture, **text, **labels.get(identity, {})}))
     write_retrieval_set(out / HELD_OUT, samples)
     _copy_classes(sources, out / HELD_OUT)
     write_atomically(file, json.dumps({"of": made_of, "held_out": keys}, indent=1) + "\n")
     return sets
-
-
-def _collect(source: Source, rows: Identities, held_out: Mapping[int, HeldOutPicture]) -> None:
-    """Add the pictures and captions of a source's samples to the held-out pictures."""
-    wanted = np.isin(rows, list(held_out))
-    for shard, begin in enumerate(source.starts[:-1].tolist()):
-        if not wanted[begin : begin + source.sizes[shard]].any():
-            continue
-        samples = islice(samples_of(source, shard), source.sizes[shard])
-        for row, sample in enumerate(samples, start=begin):
-            if not wanted[row]:
-                continue
-            picture = held_out[int(rows[row])]
-            picture.picture = sample.image or b""
-            picture.label = sample.files.get("cls", picture.label)
-            picture.captions += [
-                caption for caption in sample.captions if caption not in picture.captions
-            ]
 
 
 def _copy_classes(sources: Sequence[Source], folder: Path) -> None:
@@ -361,3 +346,97 @@ def _suffix(picture: bytes) -> str:
     if picture.startswith(b"\x89PNG"):
         return "png"
     return "webp" if picture[:4] == b"RIFF" and picture[8:12] == b"WEBP" else "jpg"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Inputs of the training.
+
+    Attributes:
+        arguments: all data arguments.
+        before: the model as a folder.
+        train_data: for `--train-data`.
+        split: the held-out sets, and the pictures of both sides.
+        sources: opened.
+        notes: sentences for the report.
+        factors: for `--train-data-upsampling-factors`: a weight for each source of old pairs.
+    """
+
+    arguments: DataArguments
+    before: str
+    train_data: str
+    split: Split
+    sources: tuple[Source, ...]
+    notes: tuple[str, ...]
+    factors: str | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Old pairs beside the new ones: new (weight 1) + old (weight w), share = w * old / (new + w * old)
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_keeping(request: FinetuneRequest) -> None:
+    """Refuse --keep flags that contradict each other or training flags.
+
+    Raises:
+        UserError: they do.
+    """
+    if request.keep_share is not None and request.keep_data is None:
+        raise UserError(
+            f"--keep-share {request.keep_share:g} needs --keep-data NAME=SHARDS, the old pairs"
+        )
+    if request.keep_data is not None and not 0 < request.share_kept < 1:
+        raise UserError(
+            f"--keep-share {request.share_kept:g} must lie between 0 and 1; give 0.2, for example"
+        )
+    if request.keep_data is not None and SOURCE_WEIGHTS in request.given:
+        raise UserError(
+            f"--set {SOURCE_WEIGHTS} and --keep-share both decide the weights of the sources; give one of them"
+        )
+
+
+def with_old_pairs(
+    request: FinetuneRequest, train_data: str, old_data: str | None
+) -> tuple[tuple[Source, ...], str, str | None]:
+    """Return (sources, `--train-data`, `--train-data-upsampling-factors`) of the new pairs and of --keep-data.
+
+    The samples are those of the training: with --set captions=all each caption of a picture is one.
+
+    Raises:
+        UserError: old pairs that cannot be opened, or with the name of a new source.
+    """
+    new = parse_sources(train_data, captions=request.captions)
+    if old_data is None:
+        return new, train_data, None
+    old = parse_sources(old_data, captions=request.captions)
+    share = request.share_kept
+    weight = (
+        share
+        / (1 - share)
+        * sum(source.num_samples for source in new)
+        / sum(source.num_samples for source in old)
+    )
+    factors = "::".join(f"{source.name}={weight!r}" for source in old)
+    both = f"{train_data}::{old_data}"
+    return parse_sources(both, factors, captions=request.captions), both, factors
+
+
+def keeping_notes(
+    request: FinetuneRequest, sources: Sequence[Source], factors: str | None
+) -> list[str]:
+    """Say how many old pairs there are and what they cost."""
+    if factors is None:
+        return []
+    names = {part.partition("=")[0] for part in factors.split("::")}
+    old = {
+        source.name: source.num_samples * source.weight
+        for source in sources
+        if source.name in names
+    }
+    new = sum(source.num_samples for source in sources if source.name not in names)
+    shown = ", ".join(f"{count:,.0f} of {name}" for name, count in old.items())
+    return [
+        f"An epoch has {new:,} new pairs and {request.share_kept:.0%} old ones ({shown}): "
+        f"{1 + sum(old.values()) / new:.2f} times the samples."
+    ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, at_least, flag
-from open_clip_zerovl.finetune.flags import SETS
+from open_clip_zerovl.finetune.request import SETS
 from open_clip_zerovl.report.verdicts import MARGIN
 
 PLAIN = "plain"

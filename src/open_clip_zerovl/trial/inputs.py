@@ -20,6 +20,7 @@ from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import CONTENT, claim, difference
 from open_clip_zerovl.core.flags import flags_of
+from open_clip_zerovl.data.names import PER_EPOCH
 from open_clip_zerovl.data.sets import IndexedSet
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.data.splits import FEWEST_HELD_OUT, trained_on
@@ -28,15 +29,15 @@ from open_clip_zerovl.evaluate.retrieval import score_set
 from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet, score_loaded
 from open_clip_zerovl.finetune.data import (
-    CAPTIONS,
     DATA_FLAG,
     DataArguments,
     all_classes,
+    digest_of_encoder,
+    digest_of_model,
     labelled_sets,
     sets_of,
 )
 from open_clip_zerovl.finetune.finetuning import starting_folder
-from open_clip_zerovl.finetune.request import digest_of_encoder, digest_of_model
 from open_clip_zerovl.finetune.split import hold_out, set_identities
 from open_clip_zerovl.models.configs import LOCAL_DIR
 from open_clip_zerovl.recipe.flags import Settings
@@ -74,19 +75,7 @@ class Request(TrialFlags):
     encoders: tuple[str, str] | None = None
     given: Settings = field(default_factory=dict)
 
-    def arguments(
-        self, earlier: Mapping[str, Any] | None = None, say: Say = lambda line: None
-    ) -> DataArguments:
-        """Gather all data arguments, with the names of sources and sets of an earlier call's request."""
-        return DataArguments.of(
-            self.data,
-            self.retrieval_data,
-            labelled={"--zero-shot-data": self.zero_shot_data},
-            earlier=earlier,
-            say=say,
-        )
-
-    def identity(self, say: Say = lambda line: None) -> dict[str, Any]:
+    def identity(self, arguments: DataArguments) -> dict[str, Any]:
         """Name the arguments that a later call has to repeat, and digest their content."""
         flags = {
             each.option: getattr(self, each.name)
@@ -101,7 +90,7 @@ class Request(TrialFlags):
         return {
             **inputs,
             **flags,
-            **self.arguments(say=say).entries(),
+            **arguments.entries(),
             "training flags": self.given,
         }
 
@@ -173,7 +162,8 @@ def claim_folder(request: Request, say: Say) -> DataArguments:
     Raises:
         UserError: the folder holds another trial with a plan, or other files.
     """
-    identity = request.identity(say)
+    arguments = DataArguments.of(request, say)
+    identity = request.identity(arguments)
     inputs = [*INPUTS, *(f"{CONTENT}{flag}" for flag in INPUTS)]
 
     def untrained(stored: dict[str, Any]) -> bool:
@@ -184,7 +174,7 @@ def claim_folder(request: Request, say: Say) -> DataArguments:
                 shutil.rmtree(request.out / made, ignore_errors=True)
         return True
 
-    return request.arguments(claim(request.out / REQUEST, identity, restart=untrained))
+    return arguments.named_as(claim(request.out / REQUEST, identity, restart=untrained))
 
 
 def prepare(request: Request, arguments: DataArguments, say: Say) -> Inputs:
@@ -228,7 +218,7 @@ def prepare(request: Request, arguments: DataArguments, say: Say) -> Inputs:
             say,
         )  # fmt: skip
         model = LOCAL_DIR + str(aligned / "model")
-    sources = parse_sources(train_data, captions=request.given.get("captions", CAPTIONS))
+    sources = parse_sources(train_data, captions=request.given.get("captions", PER_EPOCH))
     sizes = {source.name: source.num_samples for source in sources}
     return Inputs(model, train_data, test.new, tests, validations, more, sizes, tuple(notes))
 

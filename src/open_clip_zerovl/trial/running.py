@@ -41,8 +41,8 @@ from open_clip_zerovl.core.processes import (
     ranks_here,
     start_training,
 )
+from open_clip_zerovl.data.names import PER_EPOCH
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet
-from open_clip_zerovl.finetune.data import CAPTIONS
 from open_clip_zerovl.finetune.finetuning import has_logit_bias
 from open_clip_zerovl.recipe.flags import Settings, as_arguments
 from open_clip_zerovl.report.pages import write_page
@@ -427,7 +427,7 @@ class Trial:
         return {
             "model": self.inputs.model,
             "train-data": self.inputs.train_data,
-            "captions": CAPTIONS,
+            "captions": PER_EPOCH,
             "batch-size": str(self.request.micro_batch),
             "lr": f"{rate:g}",
             "lr-min": f"{rate / 100:g}",
