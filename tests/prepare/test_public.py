@@ -24,14 +24,10 @@ from open_clip_zerovl.prepare.public import (
     tsv_pairs,
 )
 from open_clip_zerovl.prepare.settings import Limits, Work
-from open_clip_zerovl.shards.tar import read_samples
+from support.pairs import samples_of
 from support.servers import HostileServer, photo
 
 WORK = Work(threads=4, progress=False, attempts=2, backoff_seconds=0.01)
-
-
-def samples_of(folder: Path) -> list:
-    return [s for shard in sorted(folder.glob("*.tar")) for s in read_samples(shard)]
 
 
 def made(dataset: str, out: Path, source: list, work: Work = WORK, **options) -> dict:

@@ -70,7 +70,7 @@ class FolderCheck:
 
     @property
     def faults(self) -> Counter[str]:
-        """Kind of fault -> how many, in all shards."""
+        """Count the faults of all shards by their kind."""
         return sum((shard.faults for shard in self.shards), Counter())
 
 

@@ -34,7 +34,9 @@ from open_clip_zerovl.shards.pictures import LARGEST_PICTURE_BYTES
 
 
 class Spool:
-    """The outcomes of a batch of rows. Not thread-safe: one thread appends.
+    """The outcomes of a batch of rows.
+
+    Not thread-safe: one thread appends.
 
     Attributes:
         number: number of the batch.
@@ -62,7 +64,7 @@ class Spool:
         self._end += len(line) + len(content)
 
     def forget_transient(self) -> None:
-        """Treat rows with a transient failure as not tried. The last record of a row counts."""
+        """Treat rows with a transient failure as not tried."""
         self.outcomes = {
             row: outcome for row, outcome in self.outcomes.items() if not outcome.transient
         }
@@ -309,7 +311,7 @@ class Collecting:
 def judged_rows(
     readers: Sequence[Reader], names: Sequence[SourceNames]
 ) -> Iterator[tuple[int, Row, str | None, list[str], str]]:
-    """Yield (number of the input, row, source, captions, why the row is refused) of each row; "" for one that is not."""
+    """Yield (number of the input, row, source, captions, why the row is refused or "") of each row."""
     for input, reader in enumerate(readers):
         for row in reader.rows():
             captions, problem = ([], row.refused) if row.refused else texts_of(row.captions)

@@ -205,7 +205,7 @@ def _name_of(folder: Path) -> str:
 
 
 def _content(reader: Reader, command: str) -> list[str | None]:
-    """Name the files of an input, and digest them and the pictures that its rows name.
+    """Name the files of an input, and digest them and the pictures of its rows.
 
     Raises:
         UserError: addresses of pictures, or too many rows.

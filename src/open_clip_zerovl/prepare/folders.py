@@ -174,9 +174,10 @@ class FolderReader(SampleReader):
 
 
 class ClassReader(Reader):
-    """Pictures in folders of classes, `CLASS/1.jpg` or `SOURCE/CLASS/1.jpg`. `data.names` has the words of a class.
+    """Pictures in folders of classes, `CLASS/1.jpg` or `SOURCE/CLASS/1.jpg`.
 
-    Each picture has the captions of all templates. The upper folders are the values of the source column.
+    `data.names` has the words of a class. Each picture has the captions of all templates. The upper folders are the values of
+    the source column.
     """
 
     form = "folders of classes"
@@ -345,5 +346,5 @@ class TarReader(SampleReader):
 
 
 def _read(path: str) -> bytes:
-    """Return the content of a text beside a picture. Failure as `read_file`."""
+    """Read a text beside a picture by `read_file`."""
     return read_file(path, most_bytes=_LARGEST_TEXT_BYTES, kind="text")

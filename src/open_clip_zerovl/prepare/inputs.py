@@ -39,7 +39,7 @@ _NAMED = re.compile(r"([^\W_][\w.-]*)=(.+)", re.DOTALL)
 
 
 def named_input(text: str) -> tuple[str | None, Path]:
-    """Split NAME=INPUT into (name or None, path). A path that exists as it is written is a path."""
+    """Split NAME=INPUT into (name or None, path), unless it exists as it is written."""
     match = _NAMED.fullmatch(text)
     if match and not Path(text).exists():
         return match[1], Path(match[2]).expanduser()

@@ -167,7 +167,7 @@ class ComparedSets:
     unreadable: int
 
     def counts(self) -> dict[str, int]:
-        """Test set -> its pictures."""
+        """Count the pictures of each test set."""
         return dict(Counter(picture.source for picture in self.pictures))
 
 
@@ -334,7 +334,7 @@ def _thumbnail(content: bytes) -> str:
 
 
 def write_overlap(overlap: Overlap, out: Path) -> None:
-    """Write `near.json` and `near.html` into a folder. UserError if they cannot be written."""
+    """Write `near.json` and `near.html` into a folder."""
     listed = {
         "hash": f"pHash, {BITS} bits",
         "within": overlap.within,

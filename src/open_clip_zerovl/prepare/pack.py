@@ -75,7 +75,7 @@ def write_split(
     templates: Sequence[str],
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write the shards of a source and split that are not yet written. They differ by at most one sample in size.
+    """Write the shards of a source and split that are not yet written, which differ by at most one sample in size.
 
     Returns:
         Source, split, pictures, captions, shards, bytes.

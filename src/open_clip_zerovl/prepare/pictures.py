@@ -50,7 +50,7 @@ class Unannounced(bytes):
 
 
 class Failure(Exception):
-    """A pair has no picture. `reason` is a short constant phrase to count by. `transient` is true if a retry may help."""
+    """The reason why a pair has no picture: a short constant phrase to count by, and whether a retry may help."""
 
     def __init__(self, reason: str, *, transient: bool = False) -> None:
         super().__init__(reason)
@@ -150,7 +150,7 @@ _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Downloader:
-    """A function of URLs that any thread may call. Proxies come from the environment."""
+    """A function of URLs that any thread may call, with the proxies of the environment."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -177,7 +177,7 @@ class Downloader:
             raise known from error
 
     async def _received(self, url: str) -> bytes:
-        """The bytes at the end of the redirects."""
+        """Follow redirects to bytes."""
         guarded = False
         for _ in range(_MOST_REDIRECTS + 1):
             if not url.lower().startswith(("http://", "https://")) or " " in url.split("/")[2]:
@@ -189,7 +189,7 @@ class Downloader:
         raise Failure("bad redirect")
 
     async def _answer(self, url: str, redirected: bool) -> bytes | str:
-        """The bytes of an answer, or the address of a redirect."""
+        """Return the bytes of an answer, or the address of a redirect."""
         import aiohttp
 
         limits = self.limits
@@ -225,7 +225,7 @@ class Downloader:
         return b"".join(pieces) if announced else Unannounced(b"".join(pieces))
 
     def _connector(self, url: str, guarded: bool) -> TCPConnector:
-        """Make connections to any host, or only to public addresses. Behind a proxy only the URL's host is checked."""
+        """Make connections to any host, or only to public addresses (of a URL behind a proxy its host is checked)."""
         from aiohttp import TCPConnector
         from aiohttp.resolver import ThreadedResolver
 

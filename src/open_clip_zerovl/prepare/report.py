@@ -141,7 +141,7 @@ def _class_notes(store: PairDatabase, input: int) -> list[str]:
 
 
 def refused(store: PairDatabase) -> dict[str, Any]:
-    """Reason -> {rows, pictures, transient, examples} of rows that are refused, the most frequent first."""
+    """Return reason -> {rows, pictures, transient, examples} of rows that are refused, the most frequent first."""
     refusals: dict[str, Any] = {}
     for reason, count, places, transient in store.db.execute(
         "SELECT COALESCE(rows.reason, pictures.reason) AS why, COUNT(*), COUNT(DISTINCT picture), MAX(COALESCE(transient, 0)) "
@@ -209,7 +209,7 @@ def _write_csv(file: Any, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:
-    """Write the report for a terminal, without the commands. Lengths, sizes and repetitions are on the page."""
+    """Write the report for a terminal, without the commands and what only the page shows."""
     texts = []
     for entry in report["inputs"][:3]:
         texts += [f"{entry['input']}: {entry['form']}, {entry['columns']}; {entry['rows']:,} rows"]

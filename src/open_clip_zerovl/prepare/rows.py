@@ -244,12 +244,12 @@ class ClassTemplates:
             )
 
     def of(self, words: str) -> list[str]:
-        """Return (name of the source, why there is none) of a row with this value in the source column."""
+        """Write the captions of a class."""
         return [class_caption(template, words) for template in self.captions]
 
 
 def class_caption(template: str, label: str) -> str:
-    """Put a class in place of `{}`. "a" before it becomes "an" where the class begins with a spoken vowel."""
+    """Put a class in place of `{}`, after "an" for "a" where the class begins with a spoken vowel."""
     if _VOWEL_FIRST.match(label):
         template = re.sub(r"\b([Aa]) \{\}", r"\1n {}", template)
     return template.replace("{}", label)

@@ -35,7 +35,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Work:
-    """Threads, retries and progress of a call. The shards do not depend on them.
+    """Threads, retries and progress of a call, on which the shards do not depend.
 
     Attributes:
         threads: pictures fetched and encoded at the same time.
@@ -76,7 +76,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns as the command line names them. None for those that are guessed.
+    """Columns as the command line names them, None for those that are guessed.
 
     Attributes:
         picture: the column of the picture.
@@ -184,7 +184,7 @@ class PackSettings:
 
     @property
     def encoding(self) -> Encoding:
-        """Encoding of the pictures: their own bytes where these may stay."""
+        """Encode pictures as their own bytes where these may stay."""
         return Encoding(
             shorter_side_px=self.shorter_side_px,
             min_side_px=self.min_side_px,

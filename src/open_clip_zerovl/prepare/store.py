@@ -96,7 +96,7 @@ class Stored(NamedTuple):
 
 
 class PairDatabase:
-    """The tables of a call. Not thread-safe."""
+    """The tables of a call, for one thread."""
 
     def __init__(self, path: Path, *, seed: int) -> None:
         path.unlink(missing_ok=True)
@@ -219,7 +219,7 @@ class PairDatabase:
         ]
 
     def count(self, source: str | None = None, split: str | None = None) -> int:
-        """Samples that are not dropped, of a source and a split or of all."""
+        """Count the samples that are not dropped, of a source and a split or of all."""
         return self.value(
             "SELECT COUNT(*) FROM samples WHERE dropped IS NULL AND (? IS NULL OR source = ?) AND (? IS NULL OR split = ?)",
             *(source, source, split, split),
@@ -260,7 +260,7 @@ class PairDatabase:
             yield Stored(*sample), list(dict.fromkeys(text for *_, text in labelled_texts)), label
 
     def classes(self) -> dict[str, int]:
-        """Class -> its pictures, in the order of `class_order`."""
+        """Count the pictures of each class, in the order of `class_order`."""
         query = "SELECT label, COUNT(DISTINCT key) FROM good WHERE label IS NOT NULL GROUP BY label"
         counts = dict(self.db.execute(query).fetchall())
         return {label: counts[label] for label in sorted(counts, key=class_order)}
@@ -284,7 +284,7 @@ def _shown(text: str) -> str:
 
 
 class Candidate(NamedTuple):
-    """A sample before it is written: its key, source and split (of SPLITS). `content()` reads its picture's bytes."""
+    """A sample before it is written, with a function that reads its picture's bytes."""
 
     key: str
     source: str
