@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -188,19 +188,18 @@ def _write_rest(source: Source, left_out: np.ndarray, out: Path, say: Say) -> Pa
         keep_in_use(place)
         return place
     say(f"writing the {count:,} samples of {source.name} that are trained on into {place}")
-    gone = set(left_out.tolist())
+    is_trained_on = np.ones(source.num_samples, bool)
+    is_trained_on[left_out] = False
     place.parent.mkdir(exist_ok=True)
     with scratch_folder(place.parent, ".writing-") as scratch:
         folder, sizes = scratch / place.name, {}
-        for shard, begin in enumerate(source.starts[:-1].tolist()):
-            numbered = enumerate(islice(samples_of(source, shard), source.sizes[shard]), begin)
+        shard_of = np.repeat(np.arange(len(source.sizes)), source.sizes)
+        rest = _numbered(source, is_trained_on)
+        for shard, of_shard in groupby(rest, lambda numbered: shard_of[numbered[0]]):
             # a foreign tar may have a key twice
-            rest = (Sample(f"{n:08d}", each.files) for n, each in numbered if n not in gone)
+            samples = (Sample(f"{number:08d}", each.files) for number, each in of_shard)
             name = f"{shard:05d}.tar"
-            sizes[name] = write_shard(folder / name, rest)
-            if not sizes[name]:
-                (folder / name).unlink()
-                del sizes[name]
+            sizes[name] = write_shard(folder / name, samples)
         write_atomically(folder / SIZES_FILE, json.dumps(sizes))
         _copy_classes([source], folder)
         folder.rename(place)
