@@ -121,7 +121,7 @@ class Tower:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of an image tower's pictures."""
+        """Return height and width of an image tower's pictures."""
         return size_of(self.preprocess_cfg)
 
 

@@ -60,17 +60,17 @@ class Sources:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """(n + 1,) number of each sample's first caption."""
+        """Number each sample's first caption (n + 1,)."""
         return SourceSamples(self.opened, "text", strict=False).caption_starts
 
     @property
     def begins(self) -> np.ndarray:
-        """(S + 1,) number of each source's first sample."""
+        """Number each source's first sample (S + 1,)."""
         return np.cumsum([0, *(source.num_samples for source in self.opened)])
 
     @property
     def names(self) -> list[str]:
-        """Names of the sources that are trained on."""
+        """Name the sources that are trained on."""
         return [source.name for source in self.opened[: self.training]]
 
 

@@ -75,7 +75,7 @@ class Heads(nn.Module):
 
     @property
     def weights(self) -> int:
-        """Numbers in the two heads."""
+        """Count the numbers in the two heads."""
         return self.image.weight.numel() + self.text.weight.numel()
 
 

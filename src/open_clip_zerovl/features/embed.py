@@ -117,7 +117,7 @@ class FeatureStore:
 
     @property
     def width(self) -> int:
-        """F."""
+        """Return F."""
         return self._rows(0).shape[1]
 
     @property

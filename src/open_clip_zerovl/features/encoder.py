@@ -81,7 +81,11 @@ class FrozenModel:
 
     @classmethod
     def load(cls, encoder: Encoder, *, amp: bool = False) -> FrozenModel:
-        """Load the model of an encoder, with or without bf16. UserError if it cannot be loaded."""
+        """Load the model of an encoder, with or without bf16.
+
+        Raises:
+            UserError: it cannot be loaded.
+        """
         network, preprocess, tokenizer, device = encoder.load()
         precision = "amp_bf16" if amp else "fp32"
         inputs = {"image": preprocess, "text": tokenizer}
@@ -207,7 +211,7 @@ class _FirstOutput(nn.Module):
 
 
 def tower_before_projection(visual: Any) -> nn.Module:
-    """Take an image tower without its projection: images (b, 3, H, W) -> features (b, F). It shares the weights of `visual`.
+    """Take an image tower without its projection: images (b, 3, H, W) -> features (b, F), with the weights of `visual`.
 
     Args:
         visual: `model.visual` of an open_clip model: a timm tower, open_clip's own ViT (CoCa's too), or CLIP's ResNet. Only

@@ -122,7 +122,11 @@ class SourceSamples:
             return []
 
     def _captions(self, number: int, texts: Sequence[bytes]) -> list[tuple[int, str]]:
-        """Return the captions that can be shown, with their rows. Fault if there is none."""
+        """Return the captions that can be shown, with their rows.
+
+        Raises:
+            Fault: there is none.
+        """
         shown = []
         for row, text in enumerate(texts, int(self.caption_starts[number])):
             with suppress(BadCaption):
