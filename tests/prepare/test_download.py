@@ -15,11 +15,10 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.prepare import pictures as download
 from open_clip_zerovl.prepare.collect import Spool
 from open_clip_zerovl.prepare.pictures import Downloader, Failure, encode_picture
-from open_clip_zerovl.prepare.settings import Encoding, Limits, Work
+from open_clip_zerovl.prepare.settings import Encoding, Limits
 from support.servers import HostileServer, photo
 
-LIMITS = Limits(idle_seconds=0.5, total_seconds=1.0, max_bytes=1_000_000, private_redirects=True)
-WORK = Work(threads=16, attempts=2, backoff_seconds=0.01, progress=False)
+LIMITS = Limits(private_redirects=True)
 
 
 @pytest.fixture(scope="module")
