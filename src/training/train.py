@@ -117,7 +117,7 @@ class Trainer:
         entries: added to each step checkpoint.
 
     Attributes:
-        epoch_end: after an epoch with `--dga-retain auto`, the position for open_clip's checkpoint of it.
+        epoch_end: after an epoch, the position for open_clip's checkpoint of it.
     """
 
     def __init__(
@@ -230,8 +230,7 @@ class Trainer:
                 self._lost(loader, epoch + (index + 1) / steps)
                 raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
         self._lost(loader, epoch + 1)
-        if self.config.dga_retain == "auto":
-            self.epoch_end = replace(here, epoch=epoch + 1, retained=self._retained())
+        self.epoch_end = replace(here, epoch=epoch + 1, retained=self._retained())
 
     def _make_step(
         self, model, loss, optimizer, scaler, normalize, args: argparse.Namespace, here: Position

@@ -310,20 +310,22 @@ def test_a_failed_sync_leaves_the_name_free(train):
     assert "gave up with status -1" in printed and not folder.exists()
 
 
-def test_a_resumed_run_takes_the_optimizers_settings_of_its_command_line_and_names_them(train):
-    """Also a run with other flags of ours than the step's, whose optimizer is open_clip's."""
+def test_a_resumed_run_takes_the_settings_of_its_command_line_and_names_them(train):
+    """From an epoch's end, of whose checkpoint open_clip knows no batch and no seed."""
     train(None, "--epochs=1", "--wd", "0.2", name="settings", status=0)
     changes = ["--wd", "0", "--beta2", "0.9", "--eps", "1e-4", "--epochs", "2", "--lr", "1e-2"]
+    changes += ["--dga-steps", "3", "--seed", "9"]
     same = ["--resume", "latest"]
     _, printed, folder = train(None, *changes, *same, name="settings", status=0)
     assert "The resumed optimizer takes betas (" in printed
+    assert "than before: an effective batch of 12 after 8; --seed 9 after 0." in printed
     groups = torch.load(folder / "checkpoints" / "epoch_2.pt", weights_only=True)["optimizer"]
     for group in groups["param_groups"]:
         assert (group["weight_decay"], group["betas"][1], group["eps"]) == (0.0, 0.9, 1e-4)
     _, printed, _ = train(
         None, *changes, "--epochs", "3", *same, name="settings", status=0
     )  # of the second run
-    assert "optimizer takes" not in printed
+    assert "optimizer takes" not in printed and "than before" not in printed
 
 
 @pytest.mark.slow(
