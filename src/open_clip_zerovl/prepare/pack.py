@@ -261,7 +261,7 @@ def pack(
     if PICTURES in begun:
         state[PICTURES] = begun[PICTURES]
     if _begin(out, state) and not retry:
-        if state[PICTURES] != digest_of(sums_of_files(readers, sources)):
+        if state[PICTURES] != digest_of_all(sums_of_files(readers, sources)):
             raise UserError(f"{out} was begun before the content of pictures changed; {ADVICE}")
         report = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
         if work.progress:
@@ -355,7 +355,7 @@ def _finish(
         reports.write_refused(store, out / "refused.csv")
         reports.write_origins(store, out / "origins.csv.gz")
         reports.write_report_page(out, report, store, contents)
-    state[PICTURES] = digest_of(store.sums())
+    state[PICTURES] = digest_of_all(store.sums())
     write_atomically(out / PACK_FILE, json.dumps(state, indent=1) + "\n")
     write_atomically(out / REPORT_FILE, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return report

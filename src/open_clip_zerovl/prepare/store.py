@@ -206,10 +206,10 @@ class PairDatabase:
             "(SELECT source FROM samples WHERE split = 'test')"
         )
 
-    def sums(self) -> list[str]:
-        """List the hashes of pictures that are files, in the order of the rows."""
+    def sums(self) -> Iterator[str]:
+        """Yield the hashes of pictures that are files, in the order of the rows."""
         sums = self.db.execute("SELECT sum FROM pictures WHERE sum IS NOT NULL ORDER BY number")
-        return [each for (each,) in sums]
+        return (each for (each,) in sums)
 
     def sources(self) -> list[str]:
         """Name the sources that have samples, in order."""
