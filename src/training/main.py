@@ -34,6 +34,7 @@ from open_clip_zerovl.core.processes import (
     name_of_rank,
     ranks_here,
     supervise,
+    usable_cores,
 )
 from open_clip_zerovl.core.releases import uncollected
 
@@ -106,11 +107,8 @@ def start(processes: str, rendezvous: Sequence[str], arguments: Sequence[str]) -
     ranks = int(processes) if rendezvous else ranks_here(asked, args.device)
     if ranks == 1 and not rendezvous:
         _train_here(arguments)
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
     environment = {name: value for name, value in os.environ.items() if name not in SLURM_RANKS}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     place = [
         *(rendezvous or ["--standalone"]),
         f"--nproc-per-node={ranks}",
