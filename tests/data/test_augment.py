@@ -91,6 +91,18 @@ def test_the_same_seed_gives_the_same_caption_and_the_process_generator_stays(to
     assert len(set(results)) > 15
 
 
+def test_the_mask_becomes_the_mask_token(tokenizer):
+    augment = WordAugment(tokenizer, 0.6)
+    inner = tokenizer.tokenizer
+    seen = 0
+    for seed in range(50):
+        text = augment("Cat &amp; Dog of the Moon", seed)
+        ids = tokenizer([text])[0].tolist()
+        assert ids.count(inner.mask_token_id) == text.split().count("[MASK]")
+        seen += ids.count(inner.mask_token_id)
+    assert seen > 20
+
+
 def test_byte_level_vocabularies_work_too(tmp_path):
     corpus = [CAPTION, "two dogs in the snow", "snowing again", "the moon above a tower"] * 20
     bpe = ByteLevelBPETokenizer()

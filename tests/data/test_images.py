@@ -127,6 +127,14 @@ def test_normalising_later_is_the_stock_transform(augmented):
     assert (batch.float() / 255 - torch.stack(wanted)).abs().max() > 0.1  # negative control
 
 
+def test_images_of_different_sizes_are_not_broadcast():
+    with pytest.raises(ValueError, match=r"images of .3, 4, 4. and .3, 1, 1.; they must be alike"):
+        collate_images([torch.zeros(3, 4, 4), torch.zeros(3, 1, 1)])
+    assert collate_images([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
+    grey = torch.arange(8, dtype=torch.uint8).view(1, 2, 4)
+    assert torch.equal(collate_images([grey, grey]), torch.stack([grey, grey]))
+
+
 def test_memory_does_not_grow_over_an_epoch(tmp_path):
     """After the shuffle window has filled, an epoch ten windows long needs no more than a window more."""
     write_source(tmp_path / "s", 0, 1000, 250)
@@ -255,6 +263,19 @@ def test_the_comparison_can_fail(photographs):
         - np.asarray(Image.open(io.BytesIO(data)).resize((224, 224), 3)).transpose(2, 0, 1)
     )
     assert (aliased <= 2).mean() < 0.9
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scale", [1, 2, 4])
+def test_the_decoder_is_exactly_pils(photographs, size, scale, monkeypatch):
+    """Reduced sizes too: the two share libjpeg-turbo."""
+    crop = crop_of(training())
+    monkeypatch.setattr(type(crop), "reduction", lambda *_: scale)
+    for kind in ("jpeg", "4:4:4", "progressive", "grey"):
+        data = file_of(photographs[1].resize(size), kind)
+        expected = np.asarray(decode_image(data, crop)).astype(int)
+        found = decode_pixels(data, crop)
+        assert found.shape == expected.shape and np.abs(found - expected).max() <= 2
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,16 @@ def test_a_wait_is_reported_while_it_lasts(tmp_path, short, caplog, workers):
     del batches
 
 
+def test_handling_a_batch_is_not_a_wait_and_the_thread_ends(tmp_path, short, caplog):
+    for _ in waiting_loader(tmp_path, lambda image: torch.zeros(1), 0):
+        time.sleep(0.4)
+    time.sleep(0.2)
+    assert not [record for record in caplog.records if "Waiting for data" in record.getMessage()]
+    assert not [
+        thread for thread in workers_module.threading.enumerate() if thread.name == "stall watchdog"
+    ]
+
+
 class Numbers(ItemSet):
     """Each item is (its number, the process that has read it); number 7 is bad where asked."""
 
@@ -175,6 +185,22 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_reading(item):
         match=r"a loader worker was lost .*; if memory or /dev/shm is full, lower --workers",
     ):
         list(read_batches(Batches(item), list, num_workers=1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_that_is_left_early_prints_nothing(tmp_path, monkeypatch, workers):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    loader = loader_of(f"a={write_source(tmp_path / 'a', 0, 24, 6)}", 2, workers=workers)
+    for _ in range(2):
+        iterator = iter(loader)
+        next(iterator)
+    del iterator
+    for _ in loader:
+        break
+    del loader
+    gc.collect()
+    assert unraisable == []
 
 
 def test_a_worker_is_silent_about_a_caller_that_ended_while_it_took_a_batch(capsys, monkeypatch):

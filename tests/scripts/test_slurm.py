@@ -1,21 +1,36 @@
-"""scripts/paper/train.sbatch: its decisions, with stubs for SLURM's commands."""
+"""scripts/train.sbatch: its own decisions with stubs for SLURM's commands, and a real two-node SLURM on this machine.
+
+The real one is started by hand in a folder of its own: munged, slurmctld and two slurmd, ended with the test.
+"""
 
 from __future__ import annotations
 
+import getpass
 import os
+import shutil
 import signal
+import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from support import ROOT
+from support.tars import write_source
+from support.tiny_clip import NUMBERED, write_bert
 
 SBATCH = ROOT / "scripts" / "paper" / "train.sbatch"
 RECIPES = ("-m", "scripts.paper.recipes")
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without SLURM
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_batch_file_parses_and_asks_slurm_for_what_it_relies_on():
@@ -171,3 +186,227 @@ def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stub):
     srun = f"touch {stub.folder}/started; sleep 1; touch {stub.marker}; exit 85"
     status, output = signalled(stub, srun, signal.SIGTERM)
     assert status == 85 and "requeue" not in stub.calls, output
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A real SLURM
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def slurm_conf(folder: Path) -> str:
+    """Two nodes of two cores on this machine. Short intervals: by default a requeued job waits two minutes."""
+    controller, *nodes = free_ports(3)
+    user = getpass.getuser()
+    lines = [
+        "ClusterName=test", "SlurmctldHost=localhost(127.0.0.1)", f"SlurmctldPort={controller}",
+        f"SlurmUser={user}", f"SlurmdUser={user}",
+        "AuthType=auth/munge", f"AuthInfo=socket={folder}/munge.socket,cred_expire=5", "CredType=cred/munge",
+        "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/affinity", "TaskPluginParam=Cores",
+        "MpiDefault=none", "ReturnToService=2",
+        "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "JobRequeue=1",
+        "AccountingStorageType=accounting_storage/none", "JobAcctGatherType=jobacct_gather/none",
+        "SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2",
+        f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/spool-%n",
+        f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/slurmd-%n.pid",
+        f"SlurmctldLogFile={folder}/slurmctld.log", f"SlurmdLogFile={folder}/slurmd-%n.log",
+        *(f"NodeName=n{i} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN" for i, port in enumerate(nodes, 1)),
+        "PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+@dataclass
+class Slurm:
+    """The running cluster, as its commands see it."""
+
+    folder: Path
+
+    def __call__(self, *command: str) -> str:
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "SBATCH_"))
+        }
+        return {
+            **kept,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def state_of(self, job: str) -> str:
+        shown = self("scontrol", "--oneliner", "show", "job", job)
+        return shown.partition("JobState=")[2].split()[0]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    folder = tmp_path_factory.mktemp("slurm")
+    folder.chmod(0o700)
+    for name in ("state", "spool-n1", "spool-n2"):
+        (folder / name).mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o400)
+    (folder / "slurm.conf").write_text(slurm_conf(folder))
+    cluster = Slurm(folder)
+    munged = ["munged", "--foreground", "--force"]
+    munged += [f"--{what}={folder}/munge.{what}" for what in ("socket",)]
+    munged += [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
+    daemons: list[subprocess.Popen] = []
+    try:
+        for command in (
+            munged,
+            ["slurmctld", "-D", "-c"],
+            ["slurmd", "-D", "-N", "n1"],
+            ["slurmd", "-D", "-N", "n2"],
+        ):
+            with open(folder / "daemons.err", "a") as errors:
+                daemons.append(
+                    subprocess.Popen(command, env=cluster.environment, stdout=errors, stderr=errors)
+                )
+            if command is munged:
+                wait_for((folder / "munge.socket").exists, 20, "munged")
+        wait_for(
+            lambda: idle_nodes(cluster) == 2,
+            60,
+            f"two idle nodes; {folder} holds the daemons' logs",
+            every=1,
+        )
+        yield cluster
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+
+def idle_nodes(cluster: Slurm) -> int:
+    command = ["sinfo", "--noheader", "--Node", "--format=%t"]
+    done = subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, timeout=60
+    )
+    return done.stdout.split().count("idle")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A folder for logs, and recipe settings of a run of 100 short steps on two ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    bert = write_bert(folder / "bert", words=NUMBERED)
+    data = "::".join(
+        f"{name}={write_source(folder / name, first, 120, 40)}"
+        for name, first in (("a", 0), ("b", 1000))
+    )
+    values = [
+        "model=zerovl-emoji", f"text-model={bert}", f"train-data={data}", f"logs={folder / 'logs'}",
+        "pretrained-image=", "token-drop=", "auto-augment=", "aug-cfg=", "retrieval-data=",
+        "batch-size=4", "effective-batch=16", "train-num-samples=1600", "epochs=1",
+        "save-every-steps=5", "log-every-n-steps=5",
+    ]  # fmt: skip
+    return folder, [word for value in values for word in ("--set", value)]
+
+
+def submit(cluster: Slurm, folder: Path, values: list[str], name: str) -> tuple[str, Path]:
+    """Submit train-14m on two nodes; its job id and log."""
+    out = cluster(
+        sys.executable, *RECIPES, "train-14m", "--gpus", "0", "--processes", "1", "--nodes", "2",
+        "--sbatch=--cpus-per-task=2", f"--sbatch=--output={folder}/%j.log", *values, "--set", f"name={name}",
+    )  # fmt: skip
+    job = out.split()[-1]
+    return job, folder / f"{job}.log"
+
+
+def steps_saved(folder: Path, name: str) -> int:
+    names = (folder / "logs" / name / "checkpoints").glob("step_*.pt")
+    return max((int(path.stem.rsplit("_", 1)[1]) for path in names), default=0)
+
+
+needs_slurm = pytest.mark.skipif(
+    any(shutil.which(name) is None for name in DAEMONS),
+    reason=f"needs a SLURM to start by hand: {', '.join(DAEMONS)} (Debian: slurm-wlm and munge)",
+)
+
+
+@needs_slurm
+@pytest.mark.slow  # four starts of two ranks each with SLURM's pauses between them: about three minutes on two cores
+@pytest.mark.timeout(900)
+def test_a_run_requeued_by_slurm_ends_as_if_never_interrupted(slurm, settings):
+    """Two nodes, one rank each. SIGUSR1 (short of time), then `scontrol requeue` (preemption), then to the end."""
+    folder, values = settings
+    assert (
+        slurm("sbatch", "--test-only", "--cpus-per-task=2", "--nodes=2", str(SBATCH), "--name", "a")
+        == ""
+    )
+    job, log = submit(slurm, folder, values, "broken")
+    wait_for(lambda: steps_saved(folder, "broken") >= 10, 240, "step 10")
+    slurm("scancel", "--signal=USR1", "--batch", job)
+    wait_for(lambda: "start 1:" in log.read_text(), 240, "the second start")
+    assert "back into the queue" in log.read_text()
+    first = steps_saved(folder, "broken")
+    wait_for(lambda: steps_saved(folder, "broken") >= first + 10, 240, "ten more steps")
+    slurm("scontrol", "requeue", job)
+    wait_for(lambda: "start 2:" in log.read_text(), 240, "the third start")
+    second = steps_saved(folder, "broken")
+    assert 10 <= first < second < 100
+    wait_for(lambda: slurm.state_of(job) not in ("RUNNING", "COMPLETING"), 300, "the end", every=1)
+    words = log.read_text()
+    assert slurm.state_of(job) == "COMPLETED", words[-3000:]
+    assert "2 node(s), n[1-2]" in words and words.count("goes on after step") == 2
+    for step in (first, second):
+        assert f"step_0000_{step:08d}.pt" in words
+
+    whole = [
+        sys.executable,
+        *RECIPES,
+        "train-14m",
+        "--no-slurm",
+        "--gpus",
+        "0",
+        "--processes",
+        "2",
+        *values,
+    ]
+    done = subprocess.run(
+        [*whole, "--set", "name=whole"],
+        env=slurm.environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    import torch
+
+    ours, theirs = (
+        torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)[
+            "state_dict"
+        ]
+        for name in ("broken", "whole")
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    before = torch.load(
+        folder / "logs" / "whole" / "checkpoints" / "step_0000_00000095.pt", weights_only=True
+    )
+    assert not all(
+        torch.equal(before["state_dict"][key], theirs[key]) for key in theirs
+    )  # the comparison sees 5 steps

@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
+from urllib.error import HTTPError, URLError
 
 import pytest
 
@@ -26,7 +28,7 @@ from open_clip_zerovl.shards.fetch import (
     is_shard,
 )
 from open_clip_zerovl.shards.files import open_index
-from open_clip_zerovl.shards.urls import check_openable
+from open_clip_zerovl.shards.urls import asked_wait, check_openable
 from support.servers import ShardServer
 from support.tars import write_source
 
@@ -432,3 +434,11 @@ def test_a_large_file_is_resumed_by_the_next_call(server, tmp_path):
     for _ in range(2):
         fetch_file(server.url("large"), path, advice="")
     assert path.read_bytes() == CONTENT and server.requests["large"] == [0, 1_000_000]
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [("7", 7.0), ("Fri, 27 Nov 2026 10:00:00 GMT", 0.0)])
+def test_a_busy_server_is_given_the_time_that_it_asks_for(asked, seconds):
+    headers = Message()
+    headers["Retry-After"] = asked
+    assert asked_wait(HTTPError("http://a/b", 429, "busy", headers, None)) == seconds
+    assert asked_wait(URLError("refused")) == 0

@@ -40,6 +40,7 @@ from open_clip_zerovl.shards.urls import (
     Answer,
     Broken,
     ask,
+    asked_wait,
     decompressor,
     is_command,
     local_path,
@@ -417,7 +418,7 @@ class _Transfer:
                 policy.failed.setdefault(self.url, sentence)
             raise Unreachable(sentence, passing) from error
         wait = policy.first_wait_seconds * 2**self._failures * random.SystemRandom().uniform(0.5, 1)
-        time.sleep(min(policy.longest_wait_seconds, wait))
+        time.sleep(min(policy.longest_wait_seconds, max(wait, asked_wait(error))))
         policy.retried(reason)
         self._retries += 1
         self._failures += 1

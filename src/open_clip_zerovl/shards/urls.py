@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote
 from urllib.request import Request, urlopen
 
@@ -308,3 +308,9 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     of_program = isinstance(cause, (ValueError, TypeError, NotImplementedError, ImportError))
     final = of_program or "credential" in type(cause).__name__.lower()
     return f"{type(cause).__name__}: {cause}", not final
+
+
+def asked_wait(error: BaseException) -> float:
+    """Return the seconds that a busy server asks a client to wait (Retry-After), 0 if it does not."""
+    asked = error.headers.get("Retry-After", "") if isinstance(error, HTTPError) else ""
+    return float(asked) if re.fullmatch(r"\d{1,6}", asked) else 0.0
