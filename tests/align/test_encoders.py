@@ -80,7 +80,9 @@ def test_an_image_processor_that_open_clip_cannot_follow_is_refused(home, settin
     ("kind", "mode", "interpolation"),
     [("dinov2", "shortest", "bicubic"), ("siglip", "squash", "bilinear")],
 )
-def test_a_vision_model_of_transformers_gives_its_pooled_output(home, kind, mode, interpolation):
+def test_a_vision_model_of_transformers_gives_its_pooled_output_and_becomes_a_dual_encoder(
+    home, tmp_path, kind, mode, interpolation
+):
     tower, text = (
         open_tower(f"hf:{home / kind}", "image"),
         open_tower(f"hf:{home / 'bert'}", "text"),
@@ -102,6 +104,11 @@ def test_a_vision_model_of_transformers_gives_its_pooled_output(home, kind, mode
         output = getattr(stock, "vision_model", stock)(pixel_values=pixels)
         assert torch.equal(tower.module(pixels), output.pooler_output)
     check_together(tower, text)
+    folder = export_aligned(
+        tmp_path / "m", tower, text, Heads((32, 32), 12), (0.5, 2.0), metrics={}
+    )  # compares its embeddings itself
+    dual = AutoModel.from_pretrained(folder).eval()
+    assert type(dual).__name__ == "VisionTextDualEncoderModel"
     mean = open_tower(f"hf:{home / 'bert-mean'}", "text")
     with pytest.raises(
         UserError,

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.transformers_folder import (
     TOLERANCE,
     export_transformers,
+    image_processor,
     whole_model,
 )
 from open_clip_zerovl.checkpoints.transformers_towers import straight_pooler
@@ -399,3 +401,46 @@ def test_the_command_takes_an_exported_folder_and_carries_its_card(tmp_path, hom
     assert "not an earlier export for transformers" in capsys.readouterr().err
     assert main([*command, "--force", "--license", "do as you like"]) == 2
     assert "'do as you like' is not a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["shortest", "squash"])
+def test_the_image_processor_gives_the_transforms_pixels(home, mode):
+    """Equal where both resize by PIL, but for a crop of an odd remainder, which may lie one pixel beside."""
+    cfg = {
+        "size": (32, 32),
+        "resize_mode": mode,
+        "interpolation": "bicubic",
+        "mean": (0.1, 0.2, 0.3),
+        "std": (0.2, 0.3, 0.4),
+    }
+    transform = open_clip.transform.image_transform_v2(
+        open_clip.transform.PreprocessCfg(**cfg), is_train=False
+    )
+    processor = image_processor(cfg)
+    try:
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    except ImportError:  # transformers 4, whose only one this is
+        same = processor
+    else:
+        settings = {
+            name: value
+            for name, value in processor.to_dict().items()
+            if name != "image_processor_type"
+        }
+        same = CLIPImageProcessorPil(**settings)
+    for number in range(len(SIZES)):
+        picture = Image.open(home / f"{number}.png").convert("RGB")
+        ours, theirs = (
+            transform(picture),
+            torch.as_tensor(same(images=picture, return_tensors="pt")["pixel_values"][0]),
+        )
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
+    if mode == "shortest":
+        odd = Image.open(home / "0.png").resize(
+            (51, 32)
+        )  # 19 pixels too wide: open_clip cuts 10 (9.5) on the left, and 9
+        ours, theirs = (
+            transform(odd),
+            torch.as_tensor(same(images=odd, return_tensors="pt")["pixel_values"][0]),
+        )
+        torch.testing.assert_close(theirs[:, :, 1:], ours[:, :, :-1], rtol=0, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Callable
 from importlib.metadata import version
@@ -14,6 +15,7 @@ import pytest
 import torch
 from open_clip.factory import get_model_config
 
+from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.models.build import check_model, create_model_and_transforms, with_text_model
@@ -26,6 +28,7 @@ from support.tiny_clip import (
     random_model,
     register,
     write_modernbert,
+    write_run,
     write_xlm_roberta,
 )
 
@@ -133,7 +136,13 @@ def test_positions_are_counted_from_behind_the_padding_token(tmp_path):
     check_model(names[0])
     full = torch.full((1, 78), 5)
     full[0, 0] = 0
-    assert random_model(names[0]).encode_text(full).isfinite().all()
+    model = random_model(names[0])
+    assert model.encode_text(full).isfinite().all()
+    checkpoint = write_run(tmp_path / "run", model, {"model": names[0]})
+    exported = export_transformers(
+        checkpoint, tmp_path / "export"
+    )  # compares its embeddings itself
+    assert json.loads((exported / "config.json").read_text())["text_config"]["pad_token_id"] == 1
     with pytest.raises(UserError, match="has 78 positions, fewer than the 79 tokens of a text"):
         check_model(names[1])
 
