@@ -40,12 +40,12 @@ NAMES = {"adamw": "AdamW", "lars": "LARS"}
 SMALLEST = "16"  # the arm that all batches are compared with
 
 
-def holm(p_values: Mapping[str, float], level: float = 1 - CONFIDENCE) -> set[str]:
+def holm(p_values: Mapping[Any, float], level: float = 1 - CONFIDENCE) -> set[Any]:
     """Find the keys that stay below `level` by Holm's correction.
 
     The k-th smallest of n counts times (n - k + 1), and a key is among them only with all before it.
     """
-    significant: set[str] = set()
+    significant: set[Any] = set()
     ascending = sorted(p_values, key=p_values.__getitem__)
     for tests_left, key in zip(range(len(p_values), 0, -1), ascending, strict=True):
         if p_values[key] * tests_left >= level:
