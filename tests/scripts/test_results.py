@@ -123,23 +123,25 @@ def page_rows() -> list[list[str]]:
 
 @pytest.mark.parametrize(("label", "run", "against", "measure"), MAIN)
 def test_a_main_row_follows_from_the_records(label, run, against, measure):
-    found, low, high, seeds, word = student(run, against, measure)
+    gain, low, high, seeds, word = student(run, against, measure)
     named = tuple(CONDITIONS[name]["label"] for name in (run, against))
     (row,) = [
-        one for one in ROWS if (one["run"], one["against"], one["measure"]) == (*named, measure)
+        each
+        for each in ROWS
+        if (each["run"], each["against"], each["measure"]) == (*named, measure)
     ]
     stored = [
         float(row[column])
         for column in ("difference", "low", "high", "p", "mean run", "mean against")
     ]
     ours, theirs = of_both(run, against, measure)
-    expected = [found, low, high, ttest_rel(ours, theirs).pvalue, mean(ours), mean(theirs)]
+    expected = [gain, low, high, ttest_rel(ours, theirs).pvalue, mean(ours), mean(theirs)]
     assert stored == pytest.approx(expected, abs=0.006) and int(row["seeds"]) == seeds
     read_later = (run, measure) in {("stack-large", name) for name in ("within", "across", "mixed")}
     assert row["verdict"] == ("" if read_later or measure == "held-out pairs" else word)
     if label is not None:
-        shown = [f"{found:+.0f} ({low:+.0f} to {high:+.0f})", str(seeds), word]
-        assert [one[1:4] for one in page_rows() if one[0] == label].count(shown) == 1
+        shown = [f"{gain:+.0f} ({low:+.0f} to {high:+.0f})", str(seeds), word]
+        assert [cells[1:4] for cells in page_rows() if cells[0] == label].count(shown) == 1
 
 
 def test_every_interval_of_the_page_is_one_of_the_rows():
@@ -159,7 +161,7 @@ def test_the_numbers_of_the_overview_are_those_of_the_records():
     """Each `+13 (+2 to +24) RSUM` of docs/results.md."""
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     section = page[page.index("[On emoji]") :]
-    known = {"{:+.0f} ({:+.0f} to {:+.0f}".format(*student(*one)[:3]) for _, *one in MAIN}
+    known = {"{:+.0f} ({:+.0f} to {:+.0f}".format(*student(*names)[:3]) for _, *names in MAIN}
     shown = re.findall(r"[+-]\d+ \([+-]\d+ to [+-]\d+", section)
     assert len(shown) == 2 and set(shown) <= known, sorted(set(shown) - known)
 
