@@ -444,7 +444,11 @@ def spec_of(
     """
     kind, text, path = _kind_of(name_or_path)
     if kind == "checkpoint":
-        return read_model_spec(path, model=model_name, text_model=text_model)
+        try:
+            return read_model_spec(path, model=model_name, text_model=text_model)
+        except UserError:
+            read_state_dict(path)  # of a file that is no checkpoint, this says so
+            raise
     if kind == "folder":
         check_local_dir(path)
         return spec_of_run(LOCAL_DIR + str(path.absolute()), {})
