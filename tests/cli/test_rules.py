@@ -40,7 +40,6 @@ from open_clip_zerovl.prepare.near import find_overlap, open_test_sets
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.rows import class_caption
 from open_clip_zerovl.prepare.settings import PackSettings, Work
-from open_clip_zerovl.shards.pictures import UNREAD
 from open_clip_zerovl.shards.tar import Sample, read_samples
 from support.loading import loader_of
 from support.tars import add_file, encoded, write_tar
@@ -408,18 +407,9 @@ def close(one: Image.Image, other: Image.Image) -> bool:
     return one.size == other.size and abs(pixels[0] - pixels[1]).mean() < 12
 
 
-def test_avif_is_named_where_pillow_does_not_read_it(tmp_path):
-    """Pillow before 11.3, whose other pictures are read."""
-    listed = members(range(3), "avif", lambda n: b"avif")
-    with pytest.raises(UserError, match=r"\.avif \(pip inst" if "avif" in UNREAD else "picture"):
-        packing(write_files(tmp_path / "in", listed), tmp_path / "out")
-
-
 @pytest.mark.parametrize("case", PICTURES)
 def test_a_picture_is_upright_and_in_colour_at_every_door(tmp_path, case):
     ending, encode = PICTURES[case]
-    if ending in UNREAD:
-        pytest.skip("this Pillow has no AVIF")
     images = {n: picture(n).resize((96, 64)) for n in range(3)}
     listed = members(images, ending, lambda n: encode(images[n]))
     shown = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Callable
 from importlib.metadata import version
@@ -14,6 +13,7 @@ import open_clip
 import pytest
 import torch
 from open_clip.factory import get_model_config
+from transformers import AutoConfig
 
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.core.errors import UserError
@@ -142,7 +142,7 @@ def test_positions_are_counted_from_behind_the_padding_token(tmp_path):
     exported = export_transformers(
         checkpoint, tmp_path / "export"
     )  # compares its embeddings itself
-    assert json.loads((exported / "config.json").read_text())["text_config"]["pad_token_id"] == 1
+    assert AutoConfig.from_pretrained(exported).text_config.pad_token_id == 1
     with pytest.raises(UserError, match="has 78 positions, fewer than the 79 tokens of a text"):
         check_model(names[1])
 

@@ -278,8 +278,9 @@ def _check_padding(folder: Path) -> None:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    number = AutoConfig.from_pretrained(folder).pad_token_id
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with no_code_from_data():
+        number = AutoConfig.from_pretrained(folder).pad_token_id
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     advice = "give its own tokenizer, or align heads on it with `zerovl align --text hf:...`, which mends it"
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != number:
         raise UserError(

@@ -17,20 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from PIL import Image, PngImagePlugin, features
+from PIL import Image, PngImagePlugin
 
 from open_clip_zerovl.core.files import regular_file
 from open_clip_zerovl.shards.texts import Fault, check_open_files
 
 LARGEST_PICTURE_BYTES = 1 << 30
 
-HAS_AVIF = "avif" in features.modules and features.check("avif")
 HAS_HEIF = importlib.util.find_spec("pillow_heif") is not None
 #: Endings of pictures that are not read here -> what to do.
-UNREAD = {
-    **dict.fromkeys(() if HAS_HEIF else ("heic", "heif"), "(pip install pillow-heif, or convert)"),
-    **dict.fromkeys(() if HAS_AVIF else ("avif",), "(pip install 'pillow>=11.3', or convert)"),
-}
+UNREAD = dict.fromkeys(
+    () if HAS_HEIF else ("heic", "heif"), "(pip install pillow-heif, or convert)"
+)
 #: Pillow's names of the formats that are opened. JPEG includes MPO, which phones write.
 FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO"),
