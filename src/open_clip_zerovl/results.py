@@ -122,8 +122,9 @@ class Run(_HoldsModel):
     @property
     def checkpoints(self) -> dict[int, Path]:
         """List epoch -> its checkpoint, of those that are kept."""
-        files = self.folder.glob("checkpoints/epoch_[0-9]*.pt")
-        return dict(sorted((int(file.stem.removeprefix("epoch_")), file) for file in files))
+        from open_clip_zerovl.report.run import epoch_checkpoints
+
+        return epoch_checkpoints(self.folder / "checkpoints")
 
     @property
     def model_path(self) -> Path:

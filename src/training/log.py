@@ -166,10 +166,7 @@ class RunLog:
             f"All messages, settings and the model: {os.path.normpath(self.args.log_path)}"
         )
         at = self._begins_at / steps
-        try:
-            self._record = Record(Path(self.args.logs) / self.args.name, at)
-        except (OSError, UserError) as error:
-            self._give_up(error)
+        self._open_record(at)
         self.add(
             "start", at, model=self.args.model, batch=batch, epochs=epochs, steps=steps,
             sources={source.name: source.num_samples for source in sources},
@@ -185,6 +182,12 @@ class RunLog:
         try:
             self._record.add(kind, at, **entries)
         except OSError as error:
+            self._give_up(error)
+
+    def _open_record(self, at: float) -> None:
+        try:
+            self._record = Record(Path(self.args.logs) / self.args.name, at)
+        except (OSError, UserError) as error:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
@@ -215,7 +218,7 @@ class RunLog:
             if how != "done" or self.args.rank != 0 or not (folder / RECORD).is_file():
                 return
             # Nothing was left to train: the process that trained may have been killed while it wrote the page.
-            self._record = Record(folder, self.args.epochs)
+            self._open_record(self.args.epochs)
         elif how == "done":
             logging.info(f"Done in {duration(round(time.monotonic() - self._began))}.")
         self._began = None
@@ -240,8 +243,8 @@ class RunLog:
         if how == "done" and verdict:
             logging.info(verdict)
         logging.info(f"Page of the run: {page}.")
-        if how == "done":
-            logging.info(f"Next: {next_command(folder)}")
+        if how == "done" and (command := next_command(folder)):
+            logging.info(f"Next: {command}")
 
 
 def report(

@@ -181,9 +181,14 @@ def test_the_mean_of_a_million_pairs_is_not_rounded():
     assert by_source.take()["sbu"] == pytest.approx(total / (100 * 16_384), rel=1e-5)
 
 
-def test_a_step_is_written_to_the_record_and_to_tensorboard(tmp_path):
+def no_disk(*_) -> None:
+    raise UserError("the disk is full")
+
+
+def test_a_step_is_written_to_the_record_and_to_tensorboard(tmp_path, caplog, monkeypatch):
     """With the same numbers, one step of a source each: the curve of a source knows only its own."""
     written = {}
+    caplog.set_level(logging.INFO)
 
     class Writer:
         def add_scalar(self, name, value, step):
@@ -211,6 +216,10 @@ def test_a_step_is_written_to_the_record_and_to_tensorboard(tmp_path):
     assert not read_record(tmp_path)["end"]
     RunLog(args, AllFlags()).end("done")  # a resume that finds nothing left to train
     assert read_record(tmp_path)["end"][-1]["how"] == "done" and (tmp_path / "run.html").is_file()
+    assert not [line for line in caplog.messages if line.startswith("Next:")]  # no checkpoint
+    monkeypatch.setattr("open_clip_zerovl.report.run.write_atomically", no_disk)
+    RunLog(args, AllFlags()).end("done")
+    assert "The run's record is not written any more" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(

@@ -186,9 +186,8 @@ def sentence_of(error: BaseException) -> str | None:
         installed, module = file, checkout[1]
     kind = "" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: "
     # open_clip's loop runs our step, and torch hands on what was raised in a loader worker: what fails there is a defect.
-    if module.endswith("open_clip_train/train.py") or " in DataLoader worker process" in line:
-        return None
-    if not installed:
+    ours = module.endswith("open_clip_train/train.py") or " in DataLoader worker process" in line
+    if not installed or ours:
         return None
     return f"{module.split('/')[0].removesuffix('.py')}: {kind}{line}; {DEBUG} prints the traceback"
 

@@ -70,6 +70,7 @@ from open_clip_zerovl.finetune.split import (
 )
 from open_clip_zerovl.models.configs import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
 from open_clip_zerovl.recipe.flags import Settings, as_arguments
+from open_clip_zerovl.report.run import epoch_checkpoints
 from open_clip_zerovl.report.verdicts import LOW_BEST, SHARED_CAPTIONS, ceiling_remarks
 
 REQUEST, SETTINGS = "request.json", "settings.json"
@@ -77,7 +78,6 @@ MODEL = f"{CONTENT}--from"  # in REQUEST
 RUN = "run"
 LOG = "training.log"
 SCORES = {"rsum": "RSUM {:.1f}", "top1": "zero-shot top-1 {:.1f} %"}
-_EPOCH = re.compile(r"epoch_(\d+)\.pt")
 _ETA = re.compile(r" ETA: ([^\n]+)\n")
 _ETA_SECONDS = 60.0  # between two lines with the time left
 _TAIL_BYTES = 1 << 16
@@ -387,8 +387,7 @@ class Training:
 
     def saved(self) -> dict[int, Path]:
         """Find the checkpoints of epochs."""
-        files = self.checkpoints.glob("epoch_*.pt")
-        return {int(match[1]): path for path in files if (match := _EPOCH.fullmatch(path.name))}
+        return epoch_checkpoints(self.checkpoints)
 
     def best(self) -> tuple[int, Path] | None:
         """Find the epoch with the best score among those with a checkpoint, the earlier of two equal ones.

@@ -20,6 +20,7 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import time
 from collections import Counter
@@ -369,15 +370,18 @@ def next_command(folder: Path) -> str:
     Returns:
         "" if there is none.
     """
-    epochs = [
-        int(file.stem[6:])
-        for file in folder.glob("checkpoints/epoch_*.pt")
-        if file.stem[6:].isdigit()
-    ]
-    if not epochs:
+    saved = epoch_checkpoints(folder / "checkpoints")
+    if not saved:
         return ""
-    checkpoint = folder / "checkpoints" / f"epoch_{max(epochs)}.pt"
-    return shlex.join(["zerovl", "export", str(checkpoint), str(folder / "exported")])
+    return shlex.join(["zerovl", "export", str(saved[max(saved)]), str(folder / "exported")])
+
+
+def epoch_checkpoints(folder: Path) -> dict[int, Path]:
+    """List epoch -> its checkpoint, of those in a run's folder `checkpoints`, in their order."""
+    found = (
+        (re.fullmatch(r"epoch_(\d+)\.pt", file.name), file) for file in folder.glob("epoch_*.pt")
+    )
+    return dict(sorted((int(match[1]), file) for match, file in found if match))
 
 
 def best_evaluation(evaluations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -57,16 +57,10 @@ _TURNS = {  # EXIF's orientation -> how to turn the picture upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_MARKER, _SCAN = (
-    b"\xff",
-    b"\xda",
-)  # the beginning of a JPEG's segments, and the kind of its pixels' segment
-_SCAN_OR_METADATA = (
-    _SCAN,
-    b"\xe1",
-    _MARKER,
-    b"",
-)  # EXIF and XMP; a filling byte; the end of the file
+# The beginning of a JPEG's segments, and the kind of its pixels' segment
+_MARKER, _SCAN = b"\xff", b"\xda"
+# The pixels; EXIF and XMP; a filling byte; the end of the file
+_SCAN_OR_METADATA = (_SCAN, b"\xe1", _MARKER, b"")
 _LARGEST_TEXT_BYTES = 64 << 20  # of a PNG: programs that draw pictures store their settings there
 _ORIENTATION = 0x112  # EXIF's number of the tag
 
