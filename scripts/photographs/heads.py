@@ -129,27 +129,23 @@ def make_optimizer(heads: Heads, training: Training) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-6, fused=True)
 
 
-def train(
-    pairs: Pairs,
-    training: Training,
-    rate: float,
-    seeds: Sequence[int],
-    start: Heads | None = None,
-) -> tuple[Heads, int]:
-    """Train the heads of all seeds, and count the steps of each.
+def begin(width: int, seeds: Sequence[int], start: Heads | None = None) -> Heads:
+    """Make the heads of all seeds from random weights, or from those of `start`, which has one seed."""
+    heads = Heads(width, seeds)
+    if start is not None:
+        drawn = heads.state_dict()
+        heads.load_state_dict(
+            {name: value.expand_as(drawn[name]) for name, value in start.state_dict().items()}
+        )
+    return heads
+
+
+def train(heads: Heads, pairs: Pairs, training: Training, rate: float, seeds: Sequence[int]) -> int:
+    """Train the heads of all seeds in place, and count the steps of each.
 
     Args:
         rate: the peak of the learning rate.
-        start: heads of one seed from which all begin; None: random weights.
     """
-    heads = Heads(pairs.images.shape[1], seeds)
-    if start is not None:
-        heads.load_state_dict(
-            {
-                name: value.expand_as(heads.state_dict()[name])
-                for name, value in start.state_dict().items()
-            }
-        )
     optimizer, loss = make_optimizer(heads, training), ContrastiveLoss()
     captions = pairs.texts.shape[1]
     texts = pairs.texts.flatten(0, 1)
@@ -171,4 +167,4 @@ def train(
             take_step(heads, optimizer, loss, *rows)
             step += 1
     assert step == steps
-    return heads, steps
+    return steps

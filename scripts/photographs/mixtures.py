@@ -25,7 +25,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class Store:
-    """The features that `styles.py` has stored."""
+    """The features that `styles.py` has stored, or the maps of `stages.py` in the place of a picture's features."""
 
     def __init__(self, folder: Path) -> None:
         def load(name: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Scored:
 
     def __init__(self, store: Store, images: Tensor, texts: Tensor, sizes: list[int]) -> None:
         self.store = store
-        self.of_images = principal_components(images)
+        self.of_images = principal_components(images) if images.ndim == 2 else lambda maps: maps
         self.of_texts = principal_components(texts.flatten(0, 1))
         self.pairs = Pairs(self.of_images(images), self.of_texts(texts), tuple(sizes))
 

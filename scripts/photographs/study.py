@@ -23,16 +23,23 @@ from typing import Any
 import torch
 import yaml
 
-from scripts.photographs.heads import Heads, Training, train
-from scripts.photographs.mixtures import Mixture, OneSource, Scored, Store
+from scripts.photographs.heads import Heads, Training, begin, train
+from scripts.photographs.mixtures import WIDTH, Mixture, OneSource, Scored, Store
+from scripts.photographs.stages import MapStore, Stages, divided
+from scripts.photographs.styles import image_tower
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE.parents[1] / "docs" / "results" / "photographs"
 Record = dict[str, Any]
+Scores = dict[str, list[float]]  # measure -> of each seed
 
 
 def read_protocol() -> dict[str, Any]:
     return yaml.safe_load((HERE / "study.yaml").read_text(encoding="utf-8"))
+
+
+def seeds_of(protocol: dict[str, Any], part: str) -> list[int]:
+    return (protocol["stages"] if part.startswith("stages") else protocol)["seeds"]
 
 
 @dataclass(frozen=True)
@@ -102,40 +109,39 @@ def next_rate(by_rate: Mapping[float, float], ladder: Sequence[float]) -> float 
     return None
 
 
-def batch_units(protocol: dict[str, Any], start: str) -> Iterator[Unit]:
+def batch_units(settings: dict[str, Any], start: str, part: str) -> Iterator[Unit]:
     """Plan the units of the batch sizes from one start, where an arm's grid grows while its best rate lies at an edge."""
-    settings, part = protocol["batch"], f"batch-{start}"
-    begin = settings["starts"][start]
+    begin, ladder = settings["starts"][start], read_protocol()["ladder"]
     for arm, given in settings["arms"].items():
         epochs = round(begin["epochs"] * given.get("longer", 1))
         training = Training(given["batch"], "random", settings["epoch_samples"], epochs)
         rates = list(given["rates"])
         while rates:
             yield from (Unit(part, "", arm, training, rate, begin.get("of")) for rate in rates)
-            beyond = next_rate(
-                mean_scores(read_records(part), "validation", arm=arm), protocol["ladder"]
-            )
+            beyond = next_rate(mean_scores(read_records(part), "validation", arm=arm), ladder)
             rates = [] if beyond is None else [beyond]
 
 
-def debiased_units(protocol: dict[str, Any]) -> Iterator[Unit]:
+def debiased_units(settings: dict[str, Any], part: str) -> Iterator[Unit]:
     """Plan the units of the mixtures: both arms at all rates."""
-    settings = protocol["debiased"]
     for mixture in settings["mixtures"]:
         for rate in settings["rates"]:
             for sampling in ("random", "debiased"):
                 training = Training(
                     settings["batch"], sampling, settings["epoch_samples"], settings["epochs"]
                 )
-                yield Unit("debiased", mixture, sampling, training, rate)
+                yield Unit(part, mixture, sampling, training, rate)
 
 
 def units(protocol: dict[str, Any]) -> dict[str, Callable[[], Iterator[Unit]]]:
     """Name each part's units, in the order of their value."""
+    stages = protocol["stages"]
     return {
-        "batch-random": lambda: batch_units(protocol, "random"),
-        "debiased": lambda: debiased_units(protocol),
-        "batch-aligned": lambda: batch_units(protocol, "aligned"),
+        "batch-random": lambda: batch_units(protocol["batch"], "random", "batch-random"),
+        "debiased": lambda: debiased_units(protocol["debiased"], "debiased"),
+        "batch-aligned": lambda: batch_units(protocol["batch"], "aligned", "batch-aligned"),
+        "stages-debiased": lambda: debiased_units(stages["debiased"], "stages-debiased"),
+        "stages-batch": lambda: batch_units(stages["batch"], "random", "stages-batch"),
     }
 
 
@@ -147,20 +153,43 @@ class Laboratory:
     """
 
     def __init__(self, protocol: dict[str, Any], features: Path, folder: Path = RECORDS) -> None:
-        self.protocol, self.folder = protocol, folder
-        self.store = Store(features)
+        self.protocol, self.features, self.folder = protocol, features, folder
+        self.store = cache(lambda kind: kind(features))
         self.data = cache(self._data)
         self.start = cache(self._start)
 
-    def _data(self, name: str) -> Scored:
+    def _data(self, name: str, kind: type[Store] = Store) -> Scored:
         if not name:
-            return OneSource(self.store)
-        return Mixture(self.store, self.protocol["debiased"]["mixtures"][name])
+            return OneSource(self.store(kind))
+        return Mixture(self.store(kind), self.protocol["debiased"]["mixtures"][name])
 
     def _start(self, batch: int, rate: float, seed: int, epochs: int) -> Heads:
         samples = self.protocol["batch"]["epoch_samples"]
         training = Training(batch, "random", samples, epochs)
-        return train(self._data("").pairs, training, rate, [seed])[0]
+        heads = begin(WIDTH, [seed])
+        train(heads, self.data("").pairs, training, rate, [seed])
+        return heads
+
+    def train_heads(self, unit: Unit) -> tuple[int, Scores]:
+        """Train the heads of all seeds at once, and count the steps of each."""
+        scored, seeds = self.data(unit.data), seeds_of(self.protocol, unit.part)
+        heads = begin(
+            scored.pairs.images.shape[1], seeds, self.start(**unit.start) if unit.start else None
+        )
+        steps = train(heads, scored.pairs, unit.training, unit.rate, seeds)
+        return steps, scored.scores(heads)
+
+    def train_stages(self, unit: Unit) -> tuple[int, Scores]:
+        """Train the image tower's last stages below the heads, seed by seed."""
+        scored, of_images = self.data(unit.data, MapStore), self.data(unit.data).of_images
+        steps, scores = 0, {}
+        for seed in seeds_of(self.protocol, unit.part):
+            stages = divided(image_tower(self.features / "encoders"))[1]
+            towers = Stages(stages, begin(WIDTH, [seed]), of_images)
+            steps = train(towers, scored.pairs, unit.training, unit.rate, [seed])
+            for name, values in scored.scores(towers).items():
+                scores.setdefault(name, []).extend(values)
+        return steps, scores
 
     def make(self, unit: Unit) -> None:
         """Train and score all seeds of a unit, unless its records are there."""
@@ -168,13 +197,11 @@ class Laboratory:
             (run["data"], run["arm"], run["rate"]) for run in read_records(unit.part, self.folder)
         }:
             return
-        seeds = self.protocol["seeds"]
-        scored = self.data(unit.data)
-        start = self.start(**unit.start) if unit.start else None
-        begin = time.process_time()
-        heads, steps = train(scored.pairs, unit.training, unit.rate, seeds, start)
-        seconds = (time.process_time() - begin) / len(seeds)
-        scores = scored.scores(heads)
+        seeds, clock = seeds_of(self.protocol, unit.part), time.process_time()
+        steps, scores = (self.train_stages if unit.part.startswith("stages") else self.train_heads)(
+            unit
+        )
+        seconds = (time.process_time() - clock) / len(seeds)
         facts = {"data": unit.data, "arm": unit.arm, "rate": unit.rate}
         facts |= {"steps": steps, "samples": steps * unit.training.batch}
         facts |= {"cpu_seconds": round(seconds, 2), "commit": commit()}

@@ -104,11 +104,10 @@ def _words(captions: Sequence[str]) -> str:
 
 
 class Pictures:
-    """The features of pictures by EfficientNet-Lite0."""
+    """The features of pictures by a model in evaluation mode."""
 
-    def __init__(self, encoder: Path) -> None:
-        model = timm.create_model(f"local-dir:{encoder}", pretrained=True, num_classes=0).eval()
-        self.model = model.to(memory_format=torch.channels_last)
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
 
     @torch.inference_mode()
     def __call__(self, pictures: Sequence[Picture]) -> torch.Tensor:
@@ -118,6 +117,13 @@ class Pictures:
             pixels = torch.from_numpy(block).permute(0, 3, 1, 2).float().div(127.5).sub(1)
             parts.append(self.model(pixels.contiguous(memory_format=torch.channels_last)))
         return torch.cat(parts).clone()
+
+
+def image_tower(encoders: Path) -> torch.nn.Module:
+    """Open EfficientNet-Lite0 in evaluation mode."""
+    name = f"local-dir:{encoders / 'effnet_lite0'}"
+    model = timm.create_model(name, pretrained=True, num_classes=0).eval()
+    return model.to(memory_format=torch.channels_last)
 
 
 class Texts:
@@ -135,7 +141,7 @@ class Texts:
         return torch.cat(parts)[torch.tensor(order).argsort()].clone()
 
 
-def _read(tar: Path, names: Sequence[str]) -> list[Picture]:
+def read_pictures(tar: Path, names: Sequence[str]) -> list[Picture]:
     """Read pictures of a tar as squares."""
     made: dict[str, Picture] = {}
     wanted = set(names)
@@ -177,7 +183,7 @@ def encode_flickr8k(tar: Path, encode: Pictures, texts: Texts, out: Path) -> Non
         if (out / f"{part}.pt").is_file():
             continue
         looks, words = NEEDED[part]
-        pictures = _read(tar, [f"flickr8k/images/{name}" for name in names])
+        pictures = read_pictures(tar, [f"flickr8k/images/{name}" for name in names])
         lists = {"": [caption for name in names for caption in captions[name]]}
         lists |= {style: [CAPTIONS[style](captions[name]) for name in names] for style in words}
         number = {text: row for row, text in enumerate(dict.fromkeys(chain(*lists.values())))}
@@ -200,7 +206,7 @@ def encode_products(tar: Path, encode: Pictures, texts: Texts, out: Path) -> Non
         return
     rows = _rows(tar, "products/pairs.csv")
     rows.sort(key=lambda row: hashlib.sha256(row["image"].encode()).hexdigest())
-    pictures = encode(_read(tar, [f"products/{row['image']}" for row in rows]))
+    pictures = encode(read_pictures(tar, [f"products/{row['image']}" for row in rows]))
     captions = texts([row["caption"].strip() for row in rows])
     save_atomically({"pictures": pictures, "captions": captions}, out / "products.pt")
     print(f"products: {len(rows):,} pairs", flush=True)
@@ -214,7 +220,7 @@ def main() -> None:
     torch.set_num_threads(1)
     given.features.mkdir(parents=True, exist_ok=True)
     encoders = fetch_encoders(given.features / "encoders")
-    encode, texts = Pictures(encoders / "effnet_lite0"), Texts(encoders / "minilm")
+    encode, texts = Pictures(image_tower(encoders)), Texts(encoders / "minilm")
     encode_flickr8k(given.tars / "flickr8k.tar", encode, texts, given.features)
     encode_products(given.tars / "products.tar", encode, texts, given.features)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,10 +15,10 @@ from torch.nn import functional as F
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups, warmup_cosine
-from scripts.photographs import accumulation, study, study_report
+from scripts.photographs import accumulation, stages, study, study_report
 from scripts.photographs.heads import Heads, Pairs, Training, epoch_order, train
 from scripts.photographs.mixtures import WIDTH as WIDTH_OF_STUDY
-from scripts.photographs.mixtures import neighbours_mixing, source_probe
+from scripts.photographs.mixtures import neighbours_mixing, principal_components, source_probe
 from scripts.photographs.styles import CAPTIONS, PICTURES, flickr8k_split
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,9 +59,9 @@ def test_stacked_seeds_train_as_the_products_step_does(sampling, monkeypatch):
     monkeypatch.setattr(torch, "randn", partial(torch.randn, dtype=torch.float64))
     data, seeds = pairs(), [3, 8]
     training = Training(32, sampling, 128, 2)
-    stacked, steps = train(data, training, 3e-3, seeds)
+    start, stacked = Heads(WIDTH, seeds), Heads(WIDTH, seeds)
+    steps = train(stacked, data, training, 3e-3, seeds)
     assert steps == 8
-    start = Heads(WIDTH, seeds)
     for number, seed in enumerate(seeds):
         model = Model(start, number)
         groups = parameter_groups(model, training.weight_decay)
@@ -92,6 +93,14 @@ def _captions(data: Pairs, training: Training, seed: int) -> list[tuple[np.ndarr
     return steps
 
 
+def test_a_mixture_with_stages_is_the_one_without():
+    mixtures = PROTOCOL["stages"]["debiased"]["mixtures"]
+    assert all(
+        given["sources"] == PROTOCOL["debiased"]["mixtures"][name]["sources"]
+        for name, given in mixtures.items()
+    )
+
+
 def test_the_arms_of_a_comparison_see_the_same_samples_of_the_same_sources():
     """Each sample at most once an epoch; a debiased step is of one source and a random one of several."""
     counts = {}
@@ -117,7 +126,7 @@ def test_the_protocols_arms_are_fair():
     assert (
         set(debiased["rates"]) <= set(ladder) and debiased["epoch_samples"] % debiased["batch"] == 0
     )
-    made = list(study.debiased_units(PROTOCOL))
+    made = list(study.debiased_units(debiased, "debiased"))
     for mixture, settings in debiased["mixtures"].items():
         of_arm = {
             arm: {(unit.rate, unit.training.batch, unit.training.epochs) for unit in made
@@ -173,6 +182,26 @@ def test_the_signs_tell_sources_that_differ_from_those_that_do_not():
     )  # centred: the shift does not count
     assert neighbours_mixing([alike[0] * torch.tensor([1.0, *[0.0] * 7]),
                               alike[1] * torch.tensor([0.0, *[1.0] * 7])]) < 0.5  # fmt: skip
+
+
+def test_the_last_stages_on_stored_maps_are_the_whole_tower_and_are_trained():
+    """The maps of the first stages give the tower's features; a training moves the stages below the heads."""
+    torch.manual_seed(0)
+    tower = timm.create_model("efficientnet_lite0", num_classes=0).eval()
+    first, rest = stages.divided(tower)
+    pictures = torch.randn(8, 3, 96, 96)
+    with torch.no_grad():
+        maps, features = first(pictures), tower(pictures)
+    assert maps.shape == (8, 112, 6, 6)
+    of_images = principal_components(torch.randn(400, features.shape[1]))
+    heads = Heads(WIDTH_OF_STUDY, [0])
+    expected = heads.encode("image", of_images(features)).detach()
+    towers = stages.Stages(rest, heads, of_images)
+    torch.testing.assert_close(towers.encode("image", maps).detach(), expected)
+    before = rest[1].weight.detach().clone()
+    data = Pairs(maps.half(), torch.randn(8, 2, WIDTH_OF_STUDY), (8,))
+    assert train(towers, data, Training(4, "random", 8, 2), 1e-3, [0]) == 4
+    assert not torch.equal(rest[1].weight, before)
 
 
 @pytest.mark.line("3.3", reason="the study calls this line's train_one_epoch")
@@ -278,7 +307,7 @@ def test_the_committed_records_are_fair_runs_of_the_protocol(part):
         by_unit.setdefault((run["data"], run["arm"], run["rate"]), []).append(run)
     samples: dict[str, set] = {}
     for (data, arm, rate), runs in by_unit.items():
-        assert sorted(run["seed"] for run in runs) == PROTOCOL["seeds"]
+        assert sorted(run["seed"] for run in runs) == study.seeds_of(PROTOCOL, part)
         assert rate in PROTOCOL["ladder"] and all(run["cpu_seconds"] > 0 for run in runs)
         samples.setdefault(data + arm * ("equal time" in arm), set()).update(
             run["samples"] for run in runs
