@@ -108,14 +108,12 @@ def pack(
     from open_clip_zerovl.prepare.pack import pack as pack_inputs
     from open_clip_zerovl.prepare.report import next_lines
 
-    exclusions = []
+    settings = replace(settings, columns=columns)
     if drop_near is not None:
         from open_clip_zerovl.prepare.near import near_exclusion
 
-        exclusions.append(
-            near_exclusion(drop_near, out, threads=work.threads, progress=work.progress)
-        )
-    settings = replace(settings, columns=columns, exclusions=exclusions)
+        exclusion = near_exclusion(drop_near, out, threads=work.threads, progress=work.progress)
+        settings = replace(settings, exclusion=exclusion)
     report = pack_inputs(inputs, out, settings, limits=_whole(limits), work=work)
     text = "\n".join(next_lines(report, out)) if work.progress else ""
     return Packed(_absolute(out), report, text)

@@ -13,9 +13,9 @@ from PIL import Image, ImageFile
 
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.prepare import pictures as download
-from open_clip_zerovl.prepare.collect import Spool
 from open_clip_zerovl.prepare.pictures import Downloader, Failure, encode_picture
 from open_clip_zerovl.prepare.settings import Encoding, Limits
+from open_clip_zerovl.prepare.store import Spool
 from support.servers import HostileServer, photo
 
 LIMITS = Limits(private_redirects=True)
@@ -62,30 +62,29 @@ def test_public_addresses_are_distinguished_from_private_ones(public, hosts):
     assert [download._is_public(host) for host in hosts] == [public] * len(hosts)
 
 
-def content_of(spool: Spool, row: int) -> bytes:
-    outcome = spool.outcomes[row]
-    return spool.path.read_bytes()[outcome.offset :][: outcome.size]
-
-
 def test_a_spool_survives_a_kill_at_any_byte(tmp_path):
     spool = Spool(tmp_path / "whole")
-    spool.add(3, b"first", extension="jpg")
-    spool.add(1, reason="http 404")
-    spool.add(2, b'{"row": 9, "size": 0}\n')  # a picture that looks like a record
+    records = [
+        spool.add(b"first", number=3, extension="jpg"),
+        spool.add(b"", number=1, reason="http 404"),
+        spool.add(b'{"number": 9, "size": 0}\n', number=2),  # a picture that looks like a record
+    ]
     spool.close()
     whole = (tmp_path / "whole").read_bytes()
     for length in range(len(whole) + 1):
         (tmp_path / "cut").write_bytes(whole[:length])
         cut = Spool(tmp_path / "cut")
-        assert list(cut.outcomes) == [3, 1, 2][: len(cut.outcomes)]
-        cut.add(7, b"next", extension="jpg")
-        assert content_of(cut, 7) == b"next"
-        assert 3 not in cut.outcomes or content_of(cut, 3) == b"first"
+        left = list(cut.recovered())
+        assert left == records[: len(left)]
+        left.append(cut.add(b"next", number=7, extension="jpg"))
+        for facts in left:
+            wanted = {3: b"first", 7: b"next"}.get(facts["number"])
+            assert wanted in (None, cut.content(facts["offset"], facts["size"]))
         cut.close()
         again = Spool(tmp_path / "cut")
-        assert again.outcomes == cut.outcomes and 9 not in again.outcomes
+        assert list(again.recovered()) == left
         again.close()
-    assert len(cut.outcomes) == 4
+    assert len(left) == 4
 
 
 # --------------------------------------------------------------------------------------------------------- pictures

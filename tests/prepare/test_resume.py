@@ -16,7 +16,6 @@ from PIL import Image
 from open_clip_zerovl.core import files as claim_module
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import locked
-from open_clip_zerovl.prepare import collect
 from open_clip_zerovl.prepare import pack as packing
 from open_clip_zerovl.prepare.collect import Collecting
 from open_clip_zerovl.prepare.pack import pack
@@ -60,7 +59,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("module", "name", "call"),
     [
-        (Collecting, "_finish", 1),
+        (Collecting, "_submit", 7),
         (Collecting, "_take", 20),
         (packing, "write_shard", 0),
         (packing, "write_shard", 3),
@@ -74,7 +73,6 @@ def undisturbed(tmp_path_factory):
     ],
 )
 def test_a_kill_at_any_step_is_mended(module, name, call, undisturbed, tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "PICTURES_A_SPOOL", 7)
     given, wanted = undisturbed
     with monkeypatch.context() as patch:
         kill_in(patch, module, name, call)

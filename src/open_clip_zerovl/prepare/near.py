@@ -39,7 +39,7 @@ from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sets import Picture, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
-from open_clip_zerovl.prepare.store import Candidate, Exclusion
+from open_clip_zerovl.prepare.store import Exclusion
 from open_clip_zerovl.report.pages import thumbnail, write_page
 from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded, picture_files
 
@@ -424,12 +424,10 @@ def near_exclusion(
     names = ", ".join(sets.counts())
     digest = digest_of(np.ascontiguousarray(sets.hashes.T))[:16]
 
-    def keys(candidates: Iterator[Candidate]) -> Iterator[str]:
+    def keys(samples: Iterator[tuple[str, str, bytes]]) -> Iterator[str]:
         overlap = Overlap(sets.counts(), within)
-        bar = tqdm(
-            candidates, desc=f"comparing with {names}", unit=" pictures", disable=not progress
-        )
-        pictures = ((Place(c.source, "", c.key), c.content()) for c in bar if c.split == "train")
+        bar = tqdm(samples, desc=f"comparing with {names}", unit=" pictures", disable=not progress)
+        pictures = ((Place(source, "", key), content) for source, key, content in bar)
         match(pictures, sets, overlap, threads)
         write_overlap(overlap, out)
         yield from dict.fromkeys(pair.key for pair in overlap.pairs)

@@ -1,6 +1,6 @@
 """`zerovl data pack`: makes shards of inputs, or continues with a call that was interrupted.
 
-Finished work is kept at three levels, so that a call may be killed at any moment: a picture in its spool (`.pack/`), a shard
+Finished work is kept at three levels, so that a call may be killed at any moment: a picture in the spool (`.pack/`), a shard
 with its record, and `pack.json`, which marks the end of the work. The same inputs and settings give the same bytes.
 
 OUT/train/00000.tar, sizes.json, manifest.json ...   one source
@@ -20,9 +20,8 @@ import os
 import shutil
 import sqlite3
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from itertools import islice, starmap
 from pathlib import Path
 from threading import Timer
@@ -47,11 +46,18 @@ from open_clip_zerovl.core.files import (
 from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.prepare import report as reports
-from open_clip_zerovl.prepare.collect import Collecting, spooled, sums_of_files
+from open_clip_zerovl.prepare.collect import Collecting, sums_of_files
 from open_clip_zerovl.prepare.inputs import fetched, named_input, open_input
 from open_clip_zerovl.prepare.rows import Reader, SourceNames, source_name
 from open_clip_zerovl.prepare.settings import Limits, PackSettings, Work
-from open_clip_zerovl.prepare.store import PairDatabase, Stored, exclude, hold_out, split_by_folders
+from open_clip_zerovl.prepare.store import (
+    SPOOL,
+    PairDatabase,
+    Stored,
+    exclude,
+    hold_out,
+    split_by_folders,
+)
 from open_clip_zerovl.shards.files import SHARD_COUNT, SIZES_FILE, mark_retrieval_set, write_shard
 from open_clip_zerovl.shards.tar import TEXT_EXTENSION, Sample
 
@@ -63,7 +69,6 @@ SILENT_SECONDS = 2.0  # longer work shows a bar or a line
 
 def write_split(
     store: PairDatabase,
-    contents: Callable[[Stored], bytes],
     folder: Path,
     source: str,
     split: str,
@@ -82,7 +87,6 @@ def write_split(
 
     Args:
         store: with `samples` split.
-        contents: a sample's bytes.
         folder: the folder of the source. The split is a folder in it.
         made_from, settings: for the manifest.
         shard_size: samples a shard at most.
@@ -104,7 +108,7 @@ def write_split(
         text = "\n".join(captions)
         about = json.dumps({"file": stored.name}) if stored.name else None
         files = {
-            stored.extension: contents(stored),
+            stored.extension: store.content(stored),
             TEXT_EXTENSION: text.encode(),
             **({"json": about.encode()} if about else {}),
         }
@@ -188,7 +192,7 @@ def _digest(store: PairDatabase, source: str, split: str) -> str:
 
 PACK_FILE = "pack.json"
 REPORT_FILE = "report.json"
-#: Folder of spools and the store; removed when all is done.
+#: Folder of the spool and the store; removed when all is done.
 SCRATCH = ".pack"
 _LOCK = ".writer"
 
@@ -275,26 +279,22 @@ def pack(
         for scratch_file in out.rglob(".*.part"):  # which a process that was killed has left
             scratch_file.unlink(missing_ok=True)
         try:
-            with closing(PairDatabase(scratch / "rows.sqlite", seed=settings.seed)) as store:
+            with closing(PairDatabase(scratch, seed=settings.seed)) as store:
                 collecting = Collecting(
                     readers,
                     sources,
                     store,
-                    scratch,
+                    out,
                     encoding=settings.encoding,
                     limits=limits or Limits(),
                     work=work,
                 )
                 collecting.run()
-                report = _finish(
-                    out, state, settings, store, readers, partial(spooled, scratch), work.progress
-                )
+                report = _finish(out, state, settings, store, readers, work.progress)
         except (OSError, sqlite3.Error) as error:
             raise UserError(
                 f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
             ) from error
-        finally:
-            (scratch / "rows.sqlite").unlink(missing_ok=True)
     passing = [entry["rows"] for entry in report["refused"].values() if entry["transient"]]
     if not passing:
         shutil.rmtree(scratch)
@@ -309,7 +309,6 @@ def _finish(
     settings: PackSettings,
     store: PairDatabase,
     readers: Sequence[Reader],
-    contents: Callable[[Stored], bytes],
     progress: bool,
 ) -> dict[str, Any]:
     """Split, exclude, write the shards and the report."""
@@ -324,7 +323,8 @@ def _finish(
             (out / PACK_FILE).unlink(missing_ok=True)
         raise UserError(_nothing(store, readers))
     hold_out(store, settings.test_share)
-    exclude(store, settings.exclusions, contents)
+    if settings.exclusion is not None:
+        exclude(store, settings.exclusion)
     several = (
         len(names) > 1
         or any(entry["name"] for entry in state[f"{CONTENT}inputs"])
@@ -341,20 +341,18 @@ def _finish(
     written = []
     for name in names:
         folder = out / name if several else out
-        classes_of_source = classes if store.has_classes(name) else {}
+        classes_of_source = classes if store.classes(name) else {}
         for split in SPLITS:
             if store.count(name, split):
                 written.append(
-                    write_split(
-                        store, contents, folder, name, split, classes=classes_of_source, **about
-                    )
+                    write_split(store, folder, name, split, classes=classes_of_source, **about)
                 )
     with announced("counting captions and sizes, and writing the report", progress):
         report = reports.summarize(store, readers, written, out)
         report["settings"] = settings.described()
         reports.write_refused(store, out / "refused.csv")
         reports.write_origins(store, out / "origins.csv.gz")
-        reports.write_report_page(out, report, store, contents)
+        reports.write_report_page(out, report, store)
     state[PICTURES] = digest_of_all(store.sums())
     write_atomically(out / PACK_FILE, json.dumps(state, indent=1) + "\n")
     write_atomically(out / REPORT_FILE, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
@@ -406,10 +404,8 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
     def restart(stored: dict[str, Any]) -> bool:
         """Return whether no shard is written yet, and no picture was read with other settings."""
         same_pictures = _early(stored) == _early(json.loads(json.dumps(state)))
-        read = any(
-            path.is_file() and not path.name.startswith(".") for path in (out / SCRATCH).rglob("*")
-        )
-        useful = same_pictures or not read
+        spool = out / SCRATCH / SPOOL
+        useful = same_pictures or not (spool.is_file() and spool.stat().st_size)
         return not complete and useful and not any(out.rglob(MANIFEST_FILE))
 
     return claim(out / PACK_FILE, state, restart=restart) is not None and complete

@@ -7,7 +7,7 @@ import gzip
 import io
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -499,41 +499,40 @@ def _sizes(store: PairDatabase) -> dict[str, Any]:
 
 _SAMPLES = 12  # shown of a source and split
 _SOURCES = 8
-_Figures = list[tuple[str | None, str]]
 
 
-def write_report_page(
-    out: Path, report: dict[str, Any], store: PairDatabase, contents: Callable[[Stored], bytes]
-) -> None:
+def write_report_page(out: Path, report: dict[str, Any], store: PairDatabase) -> None:
     """Write `report.html`.
 
     Args:
         out: the folder of the shards.
         report: of `report.summarize`.
         store: with its samples split.
-        contents: a sample's bytes.
     """
 
-    def figures(samples: Iterable[tuple[Stored | None, str]]) -> _Figures:
-        return [
-            (_thumbnail(contents(sample)), words) for sample, words in samples if sample is not None
-        ]
+    def figure(sample: Stored, words: str) -> tuple[str | None, str]:
+        try:
+            shown = decoded(store.content(sample), lambda opened: as_shown(opened).copy())
+        except BadPicture:
+            return None, words
+        return thumbnail(shown), words
 
     samples = []
     for part in report["written"][: 2 * _SOURCES]:
         some = [
-            (sample, " / ".join(texts))
+            figure(sample, " / ".join(texts))
             for sample, texts, _ in islice(store.pairs(part["source"], part["split"]), _SAMPLES)
         ]
         heading = f"{part['source']} {part['split']}: {len(some)} of {part['pictures']:,}"
-        samples.append((heading, figures(some)))
-    often = [
-        (
-            store.sample(entry["source"], entry["key"]),
-            f"{entry['rows']:,} rows, {entry['files']:,} file{'s' * (entry['files'] > 1)}",
-        )
-        for entry in report["repeated_pictures"]["most"]
-    ]
+        samples.append((heading, some))
+    often = []
+    for entry in report["repeated_pictures"]["most"]:
+        words = f"{entry['rows']:,} rows, {entry['files']:,} file{'s' * (entry['files'] > 1)}"
+        the_picture = "samples.source = ? AND samples.key = ?"
+        often += [
+            figure(sample, words)
+            for sample in store.stored(the_picture, entry["source"], entry["key"])
+        ]
     best = report["repeated_captions"]["best_rsum"]
     write_page(
         out / "report.html",
@@ -543,13 +542,6 @@ def write_report_page(
         next_line=next_line(report),
         commands=commands(report, out),
         samples=samples,
-        often=figures(often),
+        often=often,
         few_captions=SHARED_CAPTIONS if best < LOW_BEST else "",
     )
-
-
-def _thumbnail(content: bytes) -> str | None:
-    try:
-        return thumbnail(decoded(content, lambda opened: as_shown(opened).copy()))
-    except BadPicture:
-        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,7 +146,7 @@ class PackSettings:
         test_share: share of the pictures that is held out.
         shard_size: samples a shard at most.
         seed: the seed of the order and of the choice of held-out pictures.
-        exclusions: pictures to leave out (`split.Exclusion`).
+        exclusion: pictures to leave out (`store.Exclusion`).
     """
 
     form: str | None = flag(
@@ -180,7 +179,7 @@ class PackSettings:
     )
     shard_size: int = flag(10_000, "pictures a shard", range=at_least(1))
     seed: int = flag(0, "seed of the order and of the choice of held-out pictures", range=SEED)
-    exclusions: Sequence[Any] = ()
+    exclusion: Any = None
 
     @property
     def encoding(self) -> Encoding:
@@ -203,5 +202,5 @@ class PackSettings:
             "shard_size": self.shard_size,
             "seed": self.seed,
             "encoding": asdict(self.encoding),
-            "left_out": [[exclusion.reason, exclusion.settings] for exclusion in self.exclusions],
+            "left_out": [[each.reason, each.settings] for each in (self.exclusion,) if each],
         }

@@ -1,6 +1,7 @@
-"""The rows and pictures of a call, in an SQLite file: memory does not grow with the data.
+"""The rows and pictures of a call on the disk: memory does not grow with the data.
 
-The file is made anew by each call, from the inputs and the spools, and removed at the end. So it needs no durability.
+Bytes of pictures stand in a spool, from which a call that continues after a kill takes them, and all else in an SQLite file. It
+is made anew by each call, from the inputs and the spool, and removed at the end. So it needs no durability.
 
     rows       one a row of the inputs: the number of its picture, its source, or the reason why it is refused
     captions   those of a row
@@ -11,20 +12,20 @@ The file is made anew by each call, from the inputs and the spools, and removed 
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import digest_of
 from open_clip_zerovl.data.names import class_order
 from open_clip_zerovl.data.splits import (
-    SPLITS,
     FolderSplits,
     first_of_training,
     position,
@@ -32,33 +33,13 @@ from open_clip_zerovl.data.splits import (
 )
 from open_clip_zerovl.prepare.rows import Row
 
-
-@dataclass(frozen=True)
-class RowOutcome:
-    """The picture of one row, or the reason why there is none.
-
-    Attributes:
-        extension, offset, size: file ending of the picture, and place of its bytes in the spool.
-        reason: why there is no picture. Empty if there is one.
-        transient: whether a retry may help.
-        about: further facts about the picture.
-    """
-
-    extension: str = ""
-    offset: int = 0
-    size: int = 0
-    reason: str = ""
-    transient: bool = False
-    about: Mapping[str, Any] = field(default_factory=dict)
-
-
 _TABLES = """
 CREATE TABLE rows (id INTEGER PRIMARY KEY, input INT, file TEXT, line INT, source TEXT, picture INT, reason TEXT, label TEXT,
     split TEXT);
 CREATE TABLE captions (row INT, text TEXT);
 CREATE TABLE pictures (number INTEGER PRIMARY KEY, hash BLOB UNIQUE, input INT, place TEXT, name TEXT, key TEXT, extension TEXT,
     offset INT, size INT, width INT, height INT, sum TEXT, turned INT, shrunk INT, whitened INT,
-    reason TEXT, transient INT);
+    reason TEXT, transient INT DEFAULT 0);
 CREATE TABLE samples (source TEXT, key TEXT, position INT, picture INT, split TEXT, dropped TEXT);
 CREATE VIEW good AS SELECT rows.id AS row, rows.input, file, line, source, label, key, number, place, rows.split AS
     given_split FROM rows JOIN pictures ON pictures.number = rows.picture WHERE key IS NOT NULL AND rows.reason IS NULL;
@@ -72,9 +53,10 @@ CREATE INDEX pictures_by_key ON pictures (key);
 """
 
 
+SPOOL = "pictures.spool"
 MOST_WORDS = 5  # that name no split, of an input
 
-_STORED = "samples.key, pictures.number, extension, offset, size, name"
+_STORED = "samples.key, extension, offset, size, name"
 
 
 class Stored(NamedTuple):
@@ -82,25 +64,70 @@ class Stored(NamedTuple):
 
     Attributes:
         key: the key of the sample.
-        number, extension: number and file ending of its picture.
-        offset, size: bytes of the picture in its spool.
+        extension: file ending of its picture.
+        offset, size: bytes of the picture in the spool.
         name: the name of its file, as the input has it.
     """
 
     key: str
-    number: int
     extension: str
     offset: int
     size: int
     name: str
 
 
-class PairDatabase:
-    """The tables of a call, for one thread."""
+class Spool:
+    """A file of pictures, each behind a line of JSON about it, which a kill at any byte leaves readable.
 
-    def __init__(self, path: Path, *, seed: int) -> None:
-        path.unlink(missing_ok=True)
-        self.db = sqlite3.connect(path, isolation_level=None)
+    Not thread-safe: one thread appends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115  # closed by `close`
+
+    def recovered(self) -> Iterator[dict[str, Any]]:
+        """Yield what an earlier call knew of its pictures, with their places, and cut off a partial last record."""
+        total = self._file.seek(0, os.SEEK_END)
+        end = self._file.seek(0)
+        while line := self._file.readline():
+            try:
+                facts = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                facts = None
+            offset = self._file.tell()
+            if facts is None or offset + facts["size"] > total:
+                break
+            end = self._file.seek(facts["size"], os.SEEK_CUR)
+            yield {**facts, "offset": offset}
+        self._file.truncate(end)
+
+    def add(self, content: bytes, **facts: Any) -> dict[str, Any]:
+        """Append a picture, b"" for none, and return the facts about it with its place."""
+        facts["size"] = len(content)
+        line = json.dumps(facts).encode() + b"\n"
+        offset = self._file.seek(0, os.SEEK_END) + len(line)
+        self._file.write(line + content)  # one write, of which a kill leaves a beginning
+        self._file.flush()
+        return {**facts, "offset": offset}
+
+    def content(self, offset: int, size: int) -> bytes:
+        """Read the bytes of a picture."""
+        self._file.seek(offset)
+        return self._file.read(size)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class PairDatabase:
+    """The tables of a call and its spool, for one thread."""
+
+    def __init__(self, folder: Path, *, seed: int) -> None:
+        self.path = folder / "rows.sqlite"
+        self.path.unlink(missing_ok=True)
+        self.spool = Spool(folder / SPOOL)
+        self.db = sqlite3.connect(self.path, isolation_level=None)
         self.db.executescript(
             "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-200000;" + _TABLES
         )
@@ -110,8 +137,14 @@ class PairDatabase:
         self.odd_splits: defaultdict[int, set[str]] = defaultdict(set)  # words by input, some
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files, and remove the tables."""
         self.db.close()
+        self.spool.close()
+        self.path.unlink(missing_ok=True)
+
+    def content(self, sample: Stored) -> bytes:
+        """Read the bytes of a sample's picture."""
+        return self.spool.content(sample.offset, sample.size)
 
     def number_of(self, place: str | bytes, input: int, name: str = "") -> tuple[int, bool]:
         """Return the number of the picture at a place, or with these bytes, and whether it is new."""
@@ -120,10 +153,8 @@ class PairDatabase:
         if known:
             return known[0], False
         shown = "" if isinstance(place, bytes) else _shown(place)
-        self.db.execute(
-            "INSERT INTO pictures (number, hash, input, place, name) VALUES (?, ?, ?, ?, ?)",
-            (self.pictures, digest, input, shown, _shown(name)),
-        )
+        about = {"hash": digest, "input": input, "place": shown, "name": _shown(name)}
+        self.add_facts(self.pictures, about)
         self.pictures += 1
         return self.pictures - 1, True
 
@@ -160,26 +191,12 @@ class PairDatabase:
             "INSERT INTO captions VALUES (?, ?)", [(self.row_count, text) for text in captions]
         )
 
-    def add_outcomes(self, first: int, outcomes: Mapping[int, RowOutcome]) -> None:
-        """Keep the outcomes of pictures, whose numbers are counted from `first`."""
-        about = ("key", "width", "height", "sum", "turned", "shrunk", "whitened")
-        self.db.executemany(
-            f"UPDATE pictures SET {', '.join(f'{name}=?' for name in about)}, extension=?, offset=?, size=?, reason=?, "
-            "transient=? WHERE number=?",
-            (
-                (
-                    *(outcome.about.get(name) for name in about),
-                    *(
-                        outcome.extension,
-                        outcome.offset,
-                        outcome.size,
-                        outcome.reason or None,
-                        outcome.transient,
-                    ),
-                    first + number,
-                )
-                for number, outcome in outcomes.items()
-            ),
+    def add_facts(self, number: int, facts: Mapping[str, Any]) -> None:
+        """Keep what is known of a picture (columns of `pictures`): where it was found, or what became of it."""
+        self.db.execute("INSERT OR IGNORE INTO pictures (number) VALUES (?)", (number,))
+        columns = ", ".join(f"{name} = ?" for name in facts)
+        self.db.execute(
+            f"UPDATE pictures SET {columns} WHERE number = ?", (*facts.values(), number)
         )
 
     def make_samples(self) -> None:
@@ -225,17 +242,8 @@ class PairDatabase:
             *(source, source, split, split),
         )
 
-    def samples(self, source: str, split: str) -> Iterator[Stored]:
-        """Yield the samples to be written, in their order."""
-        return self._stored(
-            "samples.source = ? AND split = ? ORDER BY position, samples.key", source, split
-        )
-
-    def sample(self, source: str, key: str) -> Stored | None:
-        """Return one sample of a source, None if it is dropped."""
-        return next(self._stored("samples.source = ? AND samples.key = ?", source, key), None)
-
-    def _stored(self, which: str, *parameters: str) -> Iterator[Stored]:
+    def stored(self, which: str, *parameters: str) -> Iterator[Stored]:
+        """Yield the samples of which a condition on `samples` holds."""
         cursor = self.db.execute(
             f"SELECT {_STORED} FROM samples JOIN pictures ON pictures.number = samples.picture WHERE dropped IS NULL AND "
             + which,
@@ -259,19 +267,14 @@ class PairDatabase:
             label = next((label for *_, label, _ in labelled_texts if label is not None), None)
             yield Stored(*sample), list(dict.fromkeys(text for *_, text in labelled_texts)), label
 
-    def classes(self) -> dict[str, int]:
-        """Count the pictures of each class, in the order of `class_order`."""
-        query = "SELECT label, COUNT(DISTINCT key) FROM good WHERE label IS NOT NULL GROUP BY label"
-        counts = dict(self.db.execute(query).fetchall())
-        return {label: counts[label] for label in sorted(counts, key=class_order)}
-
-    def has_classes(self, source: str) -> bool:
-        """Return whether a picture of the source has a class."""
-        return bool(
-            self.value(
-                "SELECT EXISTS (SELECT 1 FROM good WHERE label IS NOT NULL AND source = ?)", source
-            )
+    def classes(self, source: str | None = None) -> dict[str, int]:
+        """Count the pictures of each class, of a source or of all, in the order of `class_order`."""
+        query = (
+            "SELECT label, COUNT(DISTINCT key) FROM good WHERE label IS NOT NULL AND (? IS NULL OR source = ?) "
+            "GROUP BY label"
         )
+        counts = dict(self.db.execute(query, (source, source)).fetchall())
+        return {label: counts[label] for label in sorted(counts, key=class_order)}
 
     def value(self, query: str, *parameters: Any) -> Any:
         """Return the one value that a query gives."""
@@ -283,27 +286,18 @@ def _shown(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-class Candidate(NamedTuple):
-    """A sample before it is written, with a function that reads its picture's bytes."""
-
-    key: str
-    source: str
-    split: str
-    content: Callable[[], bytes]
-
-
 @dataclass(frozen=True)
 class Exclusion:
     """Pictures to leave out.
 
     Attributes:
         reason: a few words to count by ("near coco").
-        keys: candidates, each picture of each source once -> keys of those to leave out, in all sources.
+        keys: (source, key, encoded picture) of each training sample -> keys of those to leave out, in all sources.
         settings: a description that must be the same in a later call on the folder.
     """
 
     reason: str
-    keys: Callable[[Iterator[Candidate]], Iterable[str]]
+    keys: Callable[[Iterator[tuple[str, str, bytes]]], Iterable[str]]
     settings: str = ""
 
 
@@ -361,20 +355,16 @@ def hold_out(store: PairDatabase, share: float) -> None:
             store.db.execute(f"{move} ORDER BY position, key LIMIT 1)", (source,))
 
 
-def exclude(
-    store: PairDatabase, exclusions: Iterable[Exclusion], read: Callable[[Stored], bytes]
-) -> None:
-    """Mark the pictures that the exclusions name as dropped."""
-    for exclusion in exclusions:
-        keys = list(exclusion.keys(_candidates(store, read)))
-        store.db.executemany(
-            "UPDATE samples SET dropped = ? WHERE key = ? AND dropped IS NULL",
-            [(exclusion.reason, key) for key in keys],
+def exclude(store: PairDatabase, exclusion: Exclusion) -> None:
+    """Mark the pictures that an exclusion names as dropped."""
+    samples = (
+        (source, sample.key, store.content(sample))
+        for source in store.sources()
+        for sample in store.stored(
+            "samples.source = ? AND split = 'train' ORDER BY position, samples.key", source
         )
-
-
-def _candidates(store: PairDatabase, read: Callable[[Stored], bytes]) -> Iterator[Candidate]:
-    for source in store.sources():
-        for split in SPLITS:
-            for sample in store.samples(source, split):
-                yield Candidate(sample.key, source, split, lambda sample=sample: read(sample))  # type: ignore[misc]
+    )
+    store.db.executemany(
+        "UPDATE samples SET dropped = ? WHERE key = ? AND dropped IS NULL",
+        [(exclusion.reason, key) for key in exclusion.keys(samples)],
+    )
