@@ -11,7 +11,7 @@ import pytest
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
-from open_clip_zerovl.prepare.report import RELEASED, commands, lines, next_line
+from open_clip_zerovl.prepare.report import RELEASED, lines, next_lines, next_steps
 from open_clip_zerovl.prepare.rows import ZERO_SHOT_TEMPLATES, class_caption
 from open_clip_zerovl.prepare.settings import Columns
 from support.pairs import picture, samples_of
@@ -39,9 +39,9 @@ def test_classes_become_captions_and_both_splits_labelled_sets(packed, tmp_path)
         in printed
     )
     assert "classes    3, of 6 pictures each" in printed
-    assert commands(found, tmp_path / "out")[2:] == [
+    assert next_lines(found, tmp_path / "out")[-1] == (
         f"zerovl zero-shot {RELEASED} --data out={tmp_path}/out"
-    ]
+    )
     names = (tmp_path / "out/classnames.txt").read_text().splitlines()
     assert names == ["hat", "shoe", "sun hat"]
     templates = (tmp_path / "out/zeroshot_classification_templates.txt").read_text().splitlines()
@@ -151,8 +151,9 @@ def test_folders_of_splits_are_not_trained_on(packed, tmp_path, below):
 def test_a_fine_tuning_is_proposed_where_it_can_run(packed, tmp_path, count, share):
     """Without a held-out set `zerovl finetune` needs pictures to hold some out."""
     found = packed(class_folders(tmp_path / "in", pictures=count // 3), test_share=share)
-    proposed = [line for line in commands(found, tmp_path / "out") if "finetune" in line]
-    assert bool(proposed) == (count != 3) == ("too few to train on" not in next_line(found))
+    heading, _, commands = next_steps(found, tmp_path / "out")
+    proposed = [line for line in commands if "finetune" in line]
+    assert bool(proposed) == (count != 3) == ("too few to train on" not in heading)
 
 
 def test_a_class_may_be_called_like_a_split(packed, tmp_path):

@@ -270,7 +270,7 @@ def pack(
         report = json.loads((out / REPORT_FILE).read_text(encoding="utf-8"))
         if work.progress:
             print(f"{out} is complete: nothing was done. Its contents:")
-            _show(report, out)
+            print(*reports.lines(report, out), sep="\n")
         return report
     if retry:
         (out / REPORT_FILE).unlink(missing_ok=True)
@@ -295,11 +295,10 @@ def pack(
             raise UserError(
                 f"Writing into {out} failed ({error}): mend that and call the command again; finished work is kept."
             ) from error
-    passing = [entry["rows"] for entry in report["refused"].values() if entry["transient"]]
-    if not passing:
+    if not any(entry["transient"] for entry in report["refused"].values()):
         shutil.rmtree(scratch)
     if work.progress:
-        _show(report, out)
+        print(*reports.lines(report, out), sep="\n")
     return report
 
 
@@ -432,14 +431,3 @@ def _nothing(store: PairDatabase, readers: Sequence[Reader]) -> str:
     elif advice is None:
         advice = f"check the input, and which columns are read ({readers[0].columns})"
     return f"none of the {store.row_count:,} rows can be used: {why}; {advice}"
-
-
-def _show(report: dict[str, Any], out: Path) -> None:
-    for line in reports.lines(report, out):
-        print(line)
-    passing = sum(entry["rows"] for entry in report["refused"].values() if entry["transient"])
-    if passing:
-        print(
-            f"{passing:,} rows failed for a reason that may pass: the same command with --retry-failed tries them again"
-        )
-    print(f"samples    {out / 'report.html'}")

@@ -31,11 +31,6 @@ _SHOWN_EXAMPLES = 3
 RELEASED = "ViT-B-32/laion2b_s34b_b79k"
 IMAGE = "timm:vit_base_patch14_dinov2.lvd142m"
 TEXT = "hf:sentence-transformers/all-mpnet-base-v2"
-_REPOSITORIES = {  # the models of the proposed commands -> their repositories on the hub
-    RELEASED: "laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
-    IMAGE: "timm/vit_base_patch14_dinov2.lvd142m",
-    TEXT: "sentence-transformers/all-mpnet-base-v2",
-}
 _OPEN_CLIP = "open_clip_config.json"  # marks a repository of open_clip
 FEWEST = 10_000  # pictures for a training from nothing
 COUNTED = 2_000  # captions whose words are counted
@@ -60,6 +55,11 @@ def summarize(
         written: results of `write_split`.
         out: the folder that their folders are relative to.
     """
+    marks = ", ".join("?" * len(WORDS_FOR_NOTHING))
+    first = store.db.execute(
+        "SELECT text FROM written ORDER BY position, row, place LIMIT ?", (COUNTED,)
+    )
+    words = np.array([len(text.split()) for (text,) in first])
     return {
         "inputs": [
             {
@@ -83,39 +83,31 @@ def summarize(
         ],
         "classes": store.classes(),
         "refused": refused(store),
-        "dropped": dict(
-            store.db.execute(
-                "SELECT dropped, COUNT(*) FROM samples WHERE dropped IS NOT NULL GROUP BY dropped"
-            ).fetchall()
+        "dropped": store.counts(
+            "SELECT dropped, COUNT(*) FROM samples WHERE dropped IS NOT NULL GROUP BY dropped"
         ),
-        "words": _words(store),
-        "captions_per_picture": _most_captions(store),
-        "words_for_nothing": _words_for_nothing(store),
-        "repeated_rows": _repeated_rows(store),
+        "words": {"captions": len(words), **_spread(words)},
+        "captions_per_picture": store.value(
+            "SELECT COALESCE(MAX(n), 0) FROM (SELECT COUNT(DISTINCT text) AS n FROM written GROUP BY source, key)"
+        ),
+        "words_for_nothing": store.counts(
+            f"SELECT text, COUNT(*) FROM written WHERE lower(text) IN ({marks}) GROUP BY text",
+            *WORDS_FOR_NOTHING,
+        ),
+        # rows of which an earlier row of the source has the picture with each of the captions
+        "repeated_rows": store.value(
+            "SELECT (SELECT COUNT(*) FROM good JOIN samples USING (source, key) WHERE dropped IS NULL) - (SELECT "
+            "COUNT(DISTINCT row) FROM (SELECT MIN(row) AS row FROM written GROUP BY source, key, text))"
+        ),
         "repeated_captions": _repeated_captions(store),
         "repeated_pictures": _repeated_pictures(store),
         "sizes": _sizes(store),
     }
 
 
-def _words_for_nothing(store: PairDatabase) -> dict[str, int]:
-    """Count the captions that programs write for an empty cell ("nan", "None")."""
-    marks = ", ".join("?" * len(WORDS_FOR_NOTHING))
-    return dict(
-        store.db.execute(
-            f"SELECT text, COUNT(*) FROM written WHERE lower(text) IN ({marks}) GROUP BY text",
-            WORDS_FOR_NOTHING,
-        ).fetchall()
-    )
-
-
 def _split_notes(store: PairDatabase, input: int, reader: Reader) -> list[str]:
     """Say how many rows of an input are of each split, if its names or a column say splits."""
-    counts = dict(
-        store.db.execute(
-            "SELECT split, COUNT(*) FROM rows WHERE input = ? GROUP BY split", (input,)
-        ).fetchall()
-    )
+    counts = store.counts("SELECT split, COUNT(*) FROM rows WHERE input = ? GROUP BY split", input)
     odd = ", ".join(map(repr, sorted(store.odd_splits[input])))
     notes = [
         f"column {reader.split_column!r} names no split with {odd}: such rows count as without one"
@@ -142,33 +134,25 @@ def _class_notes(store: PairDatabase, input: int) -> list[str]:
 
 def refused(store: PairDatabase) -> dict[str, Any]:
     """Return reason -> {rows, pictures, transient, examples} of rows that are refused, the most frequent first."""
-    refusals: dict[str, Any] = {}
-    for reason, count, places, transient in store.db.execute(
-        "SELECT COALESCE(rows.reason, pictures.reason) AS why, COUNT(*), COUNT(DISTINCT picture), MAX(COALESCE(transient, 0)) "
-        "FROM rows LEFT JOIN pictures ON pictures.number = rows.picture WHERE why IS NOT NULL GROUP BY why "
-        "ORDER BY COUNT(*) DESC, why"
-    ):
-        refusals[reason] = {
+    why = "COALESCE(rows.reason, pictures.reason)"
+    rows = "FROM rows LEFT JOIN pictures ON pictures.number = rows.picture WHERE"
+    counts = store.db.execute(
+        f"SELECT {why} AS why, COUNT(*), COUNT(DISTINCT picture), MAX(COALESCE(transient, 0)) {rows} why IS NOT NULL GROUP BY "
+        "why ORDER BY COUNT(*) DESC, why"
+    )
+    examples = f"SELECT file, line, place {rows} {why} = ? ORDER BY rows.id LIMIT {_EXAMPLES}"
+    return {
+        reason: {
             "rows": count,
             "pictures": places,
             "transient": bool(transient),
-            "examples": [],
+            "examples": [  # pets.csv line 17, or the file alone
+                {"at": f"{file} line {line}" if line else file, "picture": place or ""}
+                for file, line, place in store.db.execute(examples, (reason,))
+            ],
         }
-    for reason, entry in refusals.items():
-        entry["examples"] = [
-            {"at": where(file, line), "picture": place or ""}
-            for file, line, place in store.db.execute(
-                "SELECT file, line, place FROM rows LEFT JOIN pictures ON pictures.number = rows.picture "
-                "WHERE COALESCE(rows.reason, pictures.reason) = ? ORDER BY rows.id LIMIT ?",
-                (reason, _EXAMPLES),
-            )
-        ]
-    return refusals
-
-
-def where(file: str, line: int) -> str:
-    """Write `pets.csv line 17`, or the file alone."""
-    return f"{file} line {line}" if line else file
+        for reason, count, places, transient in counts.fetchall()
+    }
 
 
 def write_refused(store: PairDatabase, path: Path) -> None:
@@ -209,7 +193,7 @@ def _write_csv(file: Any, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
 
 
 def lines(report: dict[str, Any], out: Path) -> list[str]:
-    """Write the report for a terminal, without the commands and what only the page shows."""
+    """Write the report for a terminal, without the next commands and what only the page shows."""
     texts = []
     for entry in report["inputs"][:3]:
         texts += [f"{entry['input']}: {entry['form']}, {entry['columns']}; {entry['rows']:,} rows"]
@@ -249,7 +233,11 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
         )
     if report["repeated_captions"]["best_rsum"] < LOW_BEST:
         texts.append(f"repeated   {SHARED_CAPTIONS}")
-    return [printable(line) for line in texts]
+    if passing := sum(entry["rows"] for entry in report["refused"].values() if entry["transient"]):
+        texts.append(
+            f"{passing:,} rows failed for a reason that may pass: the same command with --retry-failed tries them again"
+        )
+    return [printable(line) for line in (*texts, f"samples    {out / 'report.html'}")]
 
 
 def _refused_lines(report: dict[str, Any]) -> list[str]:
@@ -273,125 +261,99 @@ def _refused_lines(report: dict[str, Any]) -> list[str]:
     return texts
 
 
-def commands(report: dict[str, Any], out: Path) -> list[str]:
+def next_steps(report: dict[str, Any], out: Path) -> tuple[str, str, list[str]]:
     """Write the commands to type next with the strings of this data: a model fine-tuned, encoders aligned, a training from
     nothing.
 
     A training from nothing is proposed for `FEWEST` pictures or more. For fewer, an evaluation of the released model on the
     pictures that are held out.
+
+    Returns:
+        A heading, a note on models that would be fetched, "" for none, and the commands.
     """
-    folders = {
-        split: [part for part in report["written"] if part["split"] == split] for split in SPLITS
-    }
-    train = "::".join(f"{part['source']}={out / part['folder']}" for part in folders["train"])
-    sets = "::".join(
-        f"{part['source']}={(out / part['folder']).parent}" for part in folders["test"]
+    written = report["written"]
+    training, held_out = (
+        [part for part in written if part["split"] == split] for split in ("train", "test")
     )
-    tuned, aligned = (
-        shlex.quote(f"{out if out.name else out.absolute()}-{end}") for end in ("tuned", "aligned")
+    sets = shlex.quote(
+        "::".join(f"{part['source']}={(out / part['folder']).parent}" for part in held_out)
     )
-    packed = shlex.quote(str(out))
-    released, image, text = models_at_hand()
-    proposals = [
-        f"zerovl finetune --from {released} --data {packed} --out {tuned}",
-        f"zerovl align --image {image} --text {text} --data {packed} --out {aligned}",
+    packed, base = shlex.quote(str(out)), out if out.name else out.absolute()
+    models = models_at_hand()
+    released, image, text = models
+    commands = [
+        f"zerovl finetune --from {released} --data {packed} --out {shlex.quote(f'{base}-tuned')}",
+        f"zerovl align --image {image} --text {text} --data {packed} --out {shlex.quote(f'{base}-aligned')}",
     ]
-    if few_to_hold_out(report):
-        proposals = []
-    if too_few(report):
-        command = "zero-shot" if report["classes"] else "retrieval"
-        return [
-            *proposals,
-            *([f"zerovl {command} {released} --data {shlex.quote(sets)}"] if sets else []),
-        ]
-    flags = ["--train-data", shlex.quote(train)]
-    if len(folders["train"]) > 1:
-        flags.append("--debiased-sampling")
-    if sets:
-        flags += ["--retrieval-data", shlex.quote(sets)]
-    if sets and report["classes"] and len(folders["test"]) == 1:
-        flags += ["--zero-shot-data", shlex.quote(sets)]
-    # where there are classes it is the default
-    if not report["classes"] and report["repeated_captions"]["best_rsum"] < LOW_BEST:
-        flags += ["--positives", "caption"]
-    smallest = min((part["pictures"] for part in folders["train"]), default=0)
-    flags += ["--warmup-share", "0.025", "--batch-size", str(batch_size(smallest))]
-    return [*proposals, f"zerovl train --model ViT-B-32 {' '.join(flags)}"]
-
-
-def next_line(report: dict[str, Any]) -> str:
-    """Write the line above the commands."""
-    if few_to_hold_out(report):
-        return f"{report['pictures']} pictures are too few to train on: `zerovl finetune` needs {FEWEST_PICTURES}"
-    if too_few(report):
-        return f"next (with fewer than {FEWEST:,} pictures fine-tune or evaluate; a training from nothing needs more):"
-    return "next, a released model fine-tuned, or one from nothing:"
+    pictures = [part["pictures"] for part in training]
+    if report["pictures"] < FEWEST_PICTURES and len(training) == len(written):
+        heading = f"{report['pictures']} pictures are too few to train on: `zerovl finetune` needs {FEWEST_PICTURES}"
+        commands = []
+    elif sum(pictures) < FEWEST:
+        heading = f"next (with fewer than {FEWEST:,} pictures fine-tune or evaluate; a training from nothing needs more):"
+        if held_out:
+            command = "zero-shot" if report["classes"] else "retrieval"
+            commands.append(f"zerovl {command} {released} --data {sets}")
+    else:
+        heading = "next, a released model fine-tuned, or one from nothing:"
+        train = "::".join(f"{part['source']}={out / part['folder']}" for part in training)
+        flags = f" --train-data {shlex.quote(train)}"
+        flags += " --debiased-sampling" * (len(training) > 1)
+        flags += f" --retrieval-data {sets}" * bool(held_out)
+        flags += f" --zero-shot-data {sets}" * bool(report["classes"] and len(held_out) == 1)
+        # where there are classes it is the default
+        shared = not report["classes"] and report["repeated_captions"]["best_rsum"] < LOW_BEST
+        flags += " --positives caption" * shared
+        # several micro-batches of the smallest source
+        batch = max((2**n for n in range(1, 8) if 4 * 2**n <= min(pictures)), default=1)
+        flags += f" --warmup-share 0.025 --batch-size {batch}"
+        commands.append(f"zerovl train --model ViT-B-32{flags}")
+    missing = [
+        model
+        for model, absent in models.items()
+        if absent and any(model in command for command in commands)
+    ]
+    note = f"(fetched from the hub: {', '.join(missing)}; a model on this disk takes its place)"
+    return heading, note if missing else "", commands
 
 
 def next_lines(report: dict[str, Any], out: Path) -> list[str]:
-    """List the commands to type next under their heading, and which models of theirs would be fetched."""
-    proposals = commands(report, out)
-    cached = _cached_models()
-    missing = [
-        name
-        for name, repository in _REPOSITORIES.items()
-        if any(name in command for command in proposals) and repository not in cached
-    ]
-    note = f"(fetched from the hub: {', '.join(missing)}; a model on this disk takes its place)"
-    return [next_line(report), *([note] if missing else []), *proposals]
+    """List the commands to type next under their heading."""
+    heading, note, commands = next_steps(report, out)
+    return [heading, *filter(None, [note]), *commands]
 
 
-def _cached_models() -> dict[str, set[str]]:
-    """Return the files of each repository in the hub's cache on this disk, the smallest repository first."""
+def models_at_hand() -> dict[str, bool]:
+    """Choose a model to fine-tune and an image and a text encoder to align: the usual ones, or else what lies on this disk.
+
+    Returns:
+        Model -> whether it would be fetched from the hub. The smallest on this disk comes first.
+    """
     from huggingface_hub import constants, scan_cache_dir
 
-    if not os.path.isdir(constants.HF_HUB_CACHE):
-        return {}
-    repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    return {
-        repository.repo_id: {
-            file.file_name for revision in repository.revisions for file in revision.files
-        }
-        for repository in sorted(repositories, key=lambda each: (each.size_on_disk, each.repo_id))
-        if repository.repo_type == "model"
-    }
-
-
-def models_at_hand() -> tuple[str, str, str]:
-    """Choose a model to fine-tune and an image and a text encoder to align: the usual ones, or else what lies on this disk."""
-    cached = _cached_models()
-    marks = (
-        (RELEASED, "hf-hub:{}", _OPEN_CLIP, ""),
-        (IMAGE, "{}", "config.json", "timm/"),
-        (TEXT, "hf:{}", "modules.json", ""),
-    )
-    chosen = []
-    for usual, form, mark, owner in marks:
+    cached: dict[str, set[str]] = {}
+    if os.path.isdir(constants.HF_HUB_CACHE):
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+        for repository in sorted(repositories, key=lambda each: (each.size_on_disk, each.repo_id)):
+            if repository.repo_type == "model":
+                files = (file for revision in repository.revisions for file in revision.files)
+                cached[repository.repo_id] = {file.file_name for file in files}
+    chosen = {}
+    for usual, usual_repository, form, mark, owner in (
+        (RELEASED, "laion/CLIP-ViT-B-32-laion2B-s34B-b79K", "hf-hub:{}", _OPEN_CLIP, ""),
+        (IMAGE, "timm/vit_base_patch14_dinov2.lvd142m", "{}", "config.json", "timm/"),
+        (TEXT, "sentence-transformers/all-mpnet-base-v2", "hf:{}", "modules.json", ""),
+    ):
         here = [
             form.format(name.replace("timm/", "timm:"))
-            for name, files in cached.items()
-            if mark in files
+            for name, names in cached.items()
+            if mark in names
             and name.startswith(owner)
-            and (usual == RELEASED or _OPEN_CLIP not in files)
+            and (usual == RELEASED or _OPEN_CLIP not in names)
         ]
-        chosen.append(here[0] if here and _REPOSITORIES[usual] not in cached else usual)
-    return chosen[0], chosen[1], chosen[2]
-
-
-def few_to_hold_out(report: dict[str, Any]) -> bool:
-    """Return whether nothing is held out, and `zerovl finetune` has too few pictures to hold some out."""
-    nothing = all(part["split"] == "train" for part in report["written"])
-    return nothing and report["pictures"] < FEWEST_PICTURES
-
-
-def too_few(report: dict[str, Any]) -> bool:
-    """Return whether there are too few training pictures to train a model from nothing."""
-    return sum(part["pictures"] for part in report["written"] if part["split"] == "train") < FEWEST
-
-
-def batch_size(pictures: int) -> int:
-    """Choose a micro-batch for a first run: a power of two up to 128, of which the smallest source has several."""
-    return max((size for size in (2, 4, 8, 16, 32, 64, 128) if size * 4 <= pictures), default=1)
+        absent = usual_repository not in cached
+        chosen[here[0] if here and absent else usual] = absent and not here
+    return chosen
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers
@@ -402,33 +364,12 @@ def _spread(values: np.ndarray) -> dict[str, Any]:
     return dict(zip(("min", "median", "p95", "max"), shown, strict=True))
 
 
-def _words(store: PairDatabase) -> dict[str, Any]:
-    """Count the words of captions of the first samples in the order."""
-    cursor = store.db.execute(
-        "SELECT text FROM written ORDER BY position, row, place LIMIT ?", (COUNTED,)
-    )
-    counts = np.array([len(text.split()) for (text,) in cursor])
-    return {"captions": len(counts), **_spread(counts)}
-
-
-def _most_captions(store: PairDatabase) -> int:
-    return store.value(
-        "SELECT COALESCE(MAX(n), 0) FROM (SELECT COUNT(DISTINCT text) AS n FROM written GROUP BY source, key)"
-    )
-
-
-def _repeated_rows(store: PairDatabase) -> int:
-    """Count the rows that add nothing: an earlier row of their source has the same picture with each of their captions."""
-    rows = store.value(
-        "SELECT COUNT(*) FROM good JOIN samples USING (source, key) WHERE dropped IS NULL"
-    )
-    return rows - store.value(
-        "SELECT COUNT(DISTINCT row) FROM (SELECT MIN(row) AS row FROM written GROUP BY source, key, text)"
-    )
-
-
 def _repeated_captions(store: PairDatabase) -> dict[str, Any]:
-    """Count the pictures with a caption that another picture has too, and list the captions with most pictures."""
+    """Count the pictures with a caption that another picture has too, and list the captions with most pictures.
+
+    RSUM of the best possible model, which cannot tell pictures of one text apart: a text with n pictures finds its own among K
+    with the probability K/n, and the picture its text likewise.
+    """
     store.db.execute(
         "CREATE TEMP TABLE IF NOT EXISTS repeated AS SELECT text, COUNT(DISTINCT key) AS pictures FROM texts GROUP BY text "
         "HAVING COUNT(DISTINCT key) > 1"
@@ -436,26 +377,18 @@ def _repeated_captions(store: PairDatabase) -> dict[str, Any]:
     most = store.db.execute(
         "SELECT text, pictures FROM repeated ORDER BY pictures DESC, text LIMIT 10"
     )
+    pairs = store.value("SELECT COUNT(*) FROM (SELECT DISTINCT text, key FROM texts)")
+    pictures = store.value("SELECT COALESCE(SUM(pictures), 0) FROM repeated")
+    hits = [
+        pairs - pictures + store.value(f"SELECT COALESCE(SUM(MIN(pictures, {k})), 0) FROM repeated")
+        for k in RECALL_KS
+    ]
     return {
         "captions": store.value("SELECT COUNT(*) FROM repeated"),
-        "pictures": store.value("SELECT COALESCE(SUM(pictures), 0) FROM repeated"),
+        "pictures": pictures,
         "most": [{"caption": text, "pictures": count} for text, count in most],
-        "best_rsum": round(_best_rsum(store), 1),
+        "best_rsum": round(200 * sum(hits) / max(pairs, 1), 1),
     }
-
-
-def _best_rsum(store: PairDatabase) -> float:
-    """Compute RSUM of the best possible model, which cannot tell pictures of one text apart by the text.
-
-    A text with n pictures finds its own among K with the probability K/n, and the picture its text likewise.
-    """
-    whole = store.value("SELECT COUNT(*) FROM (SELECT DISTINCT text, key FROM texts)")
-    hits = [
-        whole - store.value("SELECT COALESCE(SUM(pictures), 0) FROM repeated")
-        + store.value(f"SELECT COALESCE(SUM(MIN(pictures, {k})), 0) FROM repeated")
-        for k in RECALL_KS
-    ]  # fmt: skip
-    return 200 * sum(hits) / max(whole, 1)
 
 
 def _repeated_pictures(store: PairDatabase) -> dict[str, Any]:
@@ -534,13 +467,14 @@ def write_report_page(out: Path, report: dict[str, Any], store: PairDatabase) ->
             for sample in store.stored(the_picture, entry["source"], entry["key"])
         ]
     best = report["repeated_captions"]["best_rsum"]
+    heading, _, commands = next_steps(report, out)
     write_page(
         out / "report.html",
         "pack.html",
         title="What was packed",
         report=report,
-        next_line=next_line(report),
-        commands=commands(report, out),
+        next_line=heading,
+        commands=commands,
         samples=samples,
         often=often,
         few_captions=SHARED_CAPTIONS if best < LOW_BEST else "",

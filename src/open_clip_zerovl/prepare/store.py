@@ -273,8 +273,12 @@ class PairDatabase:
             "SELECT label, COUNT(DISTINCT key) FROM good WHERE label IS NOT NULL AND (? IS NULL OR source = ?) "
             "GROUP BY label"
         )
-        counts = dict(self.db.execute(query, (source, source)).fetchall())
+        counts = self.counts(query, source, source)
         return {label: counts[label] for label in sorted(counts, key=class_order)}
+
+    def counts(self, query: str, *parameters: Any) -> dict[str, int]:
+        """Return the pairs of a text and a number that a query gives."""
+        return dict(self.db.execute(query, parameters).fetchall())
 
     def value(self, query: str, *parameters: Any) -> Any:
         """Return the one value that a query gives."""
