@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from open_clip_zerovl.sampling.schedule import Batching
-from training.checkpointing import Position, entry_of
+from training.checkpointing import SETTINGS_ENTRY, Position, entry_of
 
 Draw = Callable[[Any], Any]
 MODEL = {
@@ -452,11 +452,15 @@ def checkpoint(legacy: bool) -> bytes:
     return saved(dict(good_content()), legacy)
 
 
+SETTINGS = {"seed": "0", "lr": "0.001"}
+
+
 def good_content() -> dict[str, Any]:
-    position = Position(1, 10, Batching(8, 3, 1, 2), "a (100)", order={"--seed": 0})
+    position = Position(1, 10, Batching(8, 3, 1, 2))
     optimizer = torch.optim.AdamW(model().parameters())
     state = {"state_dict": model().state_dict(), "optimizer": optimizer.state_dict()}
-    return {"epoch": 1, "name": "run", **state, "zerovl": entry_of(position)}
+    entries = {"zerovl": entry_of(position), SETTINGS_ENTRY: SETTINGS}
+    return {"epoch": 1, "name": "run", **state, **entries}
 
 
 def saved(content: Any, legacy: bool = False) -> bytes:

@@ -123,18 +123,16 @@ def resuming(folder: Path) -> None:
     """Take the steps of training's `--resume latest`."""
     path = folder / CHECKPOINT
     checkpointing.newest_whole(str(path.parent))
-    if checkpointing.is_archive(path) and (damage := checkpointing.damage_of(path)) is not None:
-        raise UserError(f"the file {damage}")
     content = checkpointing.load_checkpoint(str(path), "cpu")
     with reading(path):
         inputs.model().load_state_dict(content.get("state_dict", content))
         if "optimizer" in content:
             torch.optim.AdamW(inputs.model().parameters()).load_state_dict(content["optimizer"])
         position = checkpointing.read_position(content)
+        checkpointing.compared_settings(content, inputs.SETTINGS, position)
     if position is not None:
-        now = checkpointing.Position(1, 0, Batching(24, 1, 1, 2), "a (100)", order={"--seed": 0})
-        position.start_step(now)
-        position.graphs_for(now)
+        position.start_step(Batching(24, 1, 1, 2))
+        position.graphs_for(Batching(24, 1, 1, 2))
 
 
 def weights(folder: Path) -> None:

@@ -90,17 +90,6 @@ def _remote_names(folder: str) -> list[str]:
     )
 
 
-def is_archive(path: Path) -> bool:
-    """Return whether a file begins as torch's checkpoints do since 1.6.
-
-    `damage_of` checks the rest.
-    """
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(2) == b"PK"
-
-
 def damage_of(path: Path, *, checksums: bool = True) -> str | None:
     """Describe the damage of a checkpoint file as a verb phrase.
 
@@ -158,109 +147,92 @@ def checkpoint_bytes(model: torch.nn.Module) -> int:
     return weights + 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
-class StepCheckpoints:
-    """Writes a checkpoint every `every` optimizer steps and keeps the newest `keep` whole ones.
+def save_step(
+    args: argparse.Namespace,
+    model,
+    optimizer,
+    scaler,
+    position: Position,
+    entries: Mapping[str, Any],
+    *,
+    keep: int,
+) -> None:
+    """Write a step checkpoint on the first rank, where the run keeps files, and delete all older ones but `keep` whole ones.
 
     With `--save-most-recent` the checkpoint is open_clip's epoch_latest.pt, from which that flag resumes.
 
     Args:
-        every: optimizer steps between two checkpoints, counted over the whole run; None: only when the run is stopped.
+        entries: further entries of the checkpoint.
     """
+    if not args.save_logs:
+        return
+    folder = Path(args.checkpoint_path)
+    content = {
+        "epoch": position.epoch,
+        "name": args.name,
+        "state_dict": getattr(model, "_orig_mod", model).state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "zerovl": entry_of(position),
+        **entries,
+    }
+    if scaler is not None:
+        content["scaler"] = scaler.state_dict()
+    step = f"step_{position.epoch:04d}_{position.step:08d}.pt"
+    path = folder / (LATEST if args.save_most_recent else step)
+    save_atomically(content, path)
+    logging.info(f"Saved {path.name}.")
+    _prune(folder, (position.epoch, position.step), keep)
 
-    def __init__(self, args: argparse.Namespace, *, every: int | None, keep: int) -> None:
-        self.args = args
-        self.every = every
-        self.keep = keep
 
-    @property
-    def kept(self) -> bool:
-        """Return whether this run keeps checkpoints at all, which it does not with `--logs none`.
+def _prune(folder: Path, now: tuple[int, int], keep: int) -> None:
+    """Delete older step checkpoints, and those with a higher step than the one just written.
 
-        The same on every rank.
-        """
-        return self.args.logs.lower() != "none"
-
-    def due(self, steps_done: int) -> bool:
-        """Return whether a checkpoint is due after this many optimizer steps of the run."""
-        return self.every is not None and steps_done % self.every == 0
-
-    def write(
-        self, model, optimizer, scaler, position: Position, entries: Mapping[str, Any] | None = None
-    ) -> None:
-        """Write the checkpoint, with further entries, on the first rank.
-
-        Other ranks do nothing.
-        """
-        if not self.args.save_logs:
-            return
-        folder = Path(self.args.checkpoint_path)
-        content = {
-            "epoch": position.epoch,
-            "name": self.args.name,
-            "state_dict": getattr(model, "_orig_mod", model).state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "zerovl": entry_of(position),
-            **(entries or {}),
-        }
-        if scaler is not None:
-            content["scaler"] = scaler.state_dict()
-        if self.args.save_most_recent:
-            path = folder / LATEST
-        else:
-            path = folder / f"step_{position.epoch:04d}_{position.step:08d}.pt"
-        save_atomically(content, path)
-        logging.info(f"Saved {path.name}.")
-        self._prune(folder, (position.epoch, position.step))
-
-    def _prune(self, folder: Path, now: tuple[int, int]) -> None:
-        """Delete older step checkpoints, and those with a higher step than the one just written.
-
-        A higher step comes from before the resume: the file was damaged, or it counts smaller steps because the run has
-        resumed with a larger effective batch. It would be taken for the newest on the next resume.
-        """
-        whole = 0
-        for path in sorted(folder.glob("step_*.pt"), reverse=True):
-            progress = _progress(path.name)
-            if progress is None:
-                continue
-            if progress > now:
-                logging.info(f"Deleting {path.name}, whose step is higher than the one just saved.")
-                path.unlink()
-            elif whole == self.keep:
-                path.unlink()
-            elif damage_of(path, checksums=False) is None:
-                whole += 1
+    A higher step comes from before the resume: the file was damaged, or it counts smaller steps because the run has
+    resumed with a larger effective batch. It would be taken for the newest on the next resume.
+    """
+    whole = 0
+    for path in sorted(folder.glob("step_*.pt"), reverse=True):
+        progress = _progress(path.name)
+        if progress is None:
+            continue
+        if progress > now:
+            logging.info(f"Deleting {path.name}, whose step is higher than the one just saved.")
+            path.unlink()
+        elif whole == keep:
+            path.unlink()
+        elif damage_of(path, checksums=False) is None:
+            whole += 1
 
 
 def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
     """Hold a lock on a run's folder until its descriptor is closed or this process ends: one process writes there.
 
-    A file system without locks is logged, and the run continues without.
+    On a file system without locks the run continues after a warning.
 
     Raises:
-        UserError: another process holds the lock for longer than `wait_seconds`, or the folder cannot be written.
+        UserError: another process holds the lock for longer than `wait_seconds`.
+        OSError: the folder cannot be written.
     """
-    file, deadline = folder / LOCK, time.monotonic() + wait_seconds
     folder.mkdir(parents=True, exist_ok=True)
-    file.touch()
+    # A lock that is not shared with forks would be lost where this process reads the file: --remote-sync with fsspec.
+    lock = partial(lock_file, folder / LOCK, wait=False, create=True)
+    deadline = time.monotonic() + wait_seconds
     try:
-        # A lock that is not shared with forks would be lost where this process reads the file: --remote-sync with fsspec.
-        lock = partial(lock_file, file, wait=False, create=True)
         held = lock()
         if held is None:
             logging.warning(f"Waiting for the process that trains in {folder} to end.")
-        while held is None:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"
-                )
+        while held is None and time.monotonic() < deadline:
             time.sleep(0.1)
             held = lock()
-    except OSError as error:
+    except UserError:
         logging.warning(
-            f"{file} cannot be locked ({error}); make sure that no other process trains this run."
+            f"The file system of {folder} has no locks; make sure that no other process trains this run."
         )
-        return os.open(file, os.O_RDONLY)
+        return os.open(folder / LOCK, os.O_RDONLY)
+    if held is None:
+        raise UserError(
+            f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"
+        )
     return held
 
 
@@ -271,20 +243,6 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
 FORMAT = STREAMS_VERSION  # of the entry `zerovl` in a checkpoint
 PREFIX = "module."  # DDP's, of every name
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The position
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def described(sources: Sequence[Source]) -> str:
-    """Name sources with their numbers of samples, and those that were packed with a digest of what they were packed from."""
-    parts = []
-    for source in sources:
-        packed = source.pack_file
-        of = "" if packed is None else f", packed {digest_of(packed.read_bytes())[:12]}"
-        parts.append(f"{source.name} ({source.num_samples}{of})")
-    return ", ".join(parts)
-
 
 @dataclass(frozen=True)
 class Position:
@@ -292,100 +250,47 @@ class Position:
 
     Attributes:
         batching: how the run divides its effective batches; a rank without loader processes counts as one worker.
-        sources: as `described` names them, "" for open_clip's own pipeline.
-        order: flag -> value, of flags that decide the order of samples.
         retained: how many graphs `--dga-retain auto` keeps (`dga.retain.Decision`); empty if it has not decided.
     """
 
     epoch: int
     step: int
     batching: Batching
-    sources: str = ""
-    order: Mapping[str, Any] = field(default_factory=dict)
     retained: Mapping[str, float] = field(default_factory=dict)
 
-    def graphs_for(self, now: Position) -> Decision | None:
+    def graphs_for(self, now: Batching) -> Decision | None:
         """Return the decision of `--dga-retain auto`.
 
         Returns:
             None if the split of the batch is not that of `now`.
         """
-        same = replace(self.batching, workers=1) == replace(now.batching, workers=1)
+        same = replace(self.batching, workers=1) == replace(now, workers=1)
         return Decision(**self.retained) if self.retained and same else None  # type: ignore[arg-type]
 
-    def start_step(self, now: Position, steps: int = sys.maxsize) -> int:
-        """Find the step at which a run with the batching of `now` continues.
+    def start_step(self, now: Batching, steps: int = sys.maxsize) -> int:
+        """Find the step at which a run with another batching continues.
 
         The log names approximations.
 
         Args:
-            steps: number of steps of the epoch, as `now` divides it. With a larger effective batch, or less data, it
-                may end before this
-                position: the run then continues with the next epoch.
-
-        Raises:
-            UserError: the position is in the middle of an epoch whose samples `now` would show in another order.
+            steps: number of steps of the epoch, as `now` divides it. With a larger effective batch, or less data, it may end
+                before this position: the run then continues with the next epoch.
         """
-        changed = [
-            (flag, _value(self.order.get(flag)), _value(value))
-            for flag, value in sorted(now.order.items())
-            if self.order.get(flag) != value
-        ]
-        if self.step == 0:
-            self._warn_of_changes(now, changed)
-            return 0
-        if self.sources and self.sources != now.sources:
-            logging.warning(
-                f"Step {self.step} of epoch {self.epoch} was taken on the sources {self.sources}, and this run has "
-                f"{now.sources or 'sources without names'}. The rest of this epoch continues at that step of the new sources; "
-                "from the next epoch on each sample is seen once. For a whole first epoch, start a new run with --init-from."
-            )
-        elif changed:
-            flag, before, value = changed[0]
-            raise UserError(
-                f"the checkpoint was taken in the middle of epoch {self.epoch} with {flag} {before}, and this run has {value}: "
-                f"the remaining batches would contain different samples; give {flag} as before, resume from an epoch's end, or "
-                "start a new run with --init-from"
-            )
-        step = min(self.step * self.batching.effective_batch // now.batching.effective_batch, steps)
-        if self.batching != now.batching:
+        step = min(self.step * self.batching.effective_batch // now.effective_batch, steps)
+        if self.step and self.batching != now:
             logging.warning(
                 f"Resuming step {self.step} of epoch {self.epoch} ({_shown(self.batching)}) as step {step} "
-                f"({_shown(now.batching)}). The sample count continues. The samples of the rest of this epoch are approximate, "
+                f"({_shown(now)}). The sample count continues. The samples of the rest of this epoch are approximate, "
                 "since other readers divide the shards: some samples come twice, and as many are skipped. From the next epoch "
                 "on each sample comes once again. For an exact rest of the epoch give the batch, the ranks and the workers of "
                 "the first bracket."
             )
         return step
 
-    def _warn_of_changes(self, now: Position, order: list[tuple[str, str, str]]) -> None:
-        """Warn of settings that differ in `now`, which a new epoch allows."""
-        before, after = self.batching.effective_batch, now.batching.effective_batch
-        changed = [f"an effective batch of {after} after {before}"] * (before != after)
-        if self.sources and self.sources != now.sources:
-            changed.append(f"the sources {now.sources or 'without names'} after {self.sources}")
-        changed += [f"{flag} {value} after {before}" for flag, before, value in order]
-        if changed:
-            logging.warning(
-                f"Resuming at the start of epoch {self.epoch} with other settings than before: {'; '.join(changed)}. The "
-                "learning rate follows the schedule of this run's steps."
-            )
-
-
-def _value(value: Any) -> str:
-    return (
-        "left out" if value is None or value is False else "given" if value is True else str(value)
-    )
-
 
 def _shown(batching: Batching) -> str:
     split = f"{batching.micro_batch} x {batching.dga_steps} x {batching.world_size}"
     return f"effective batch {batching.effective_batch} = {split}, {batching.world_size} ranks x {batching.workers} workers"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Its entry in a checkpoint
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def entry_of(position: Position) -> dict[str, Any]:
@@ -417,45 +322,117 @@ def read_position(checkpoint: dict) -> Position | None:
     written = entry.pop("format", FORMAT)
     if written != FORMAT:
         raise UserError(
-            f"the checkpoint has format {_value(written)}, and this release reads {FORMAT}; resume with the one that wrote it, "
+            f"the checkpoint has format {written}, and this release reads {FORMAT}; resume with the one that wrote it, "
             "or start a new run from its weights with --init-from"
         )
     batching = Batching(**{each.name: index(entry.pop(each.name)) for each in fields(Batching)})
-    entry |= {name: index(entry[name]) for name in ("epoch", "step")}
-    entry |= {name: dict(entry.get(name, {})) for name in ("order", "retained")}
-    return Position(batching=batching, **entry)
+    return Position(
+        index(entry["epoch"]), index(entry["step"]), batching, dict(entry.get("retained", {}))
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The settings of the command line: a resume takes them, but for the start
+# The settings of a run, of which a resume names each that is not the checkpoint's with what happens
 # ---------------------------------------------------------------------------------------------------------------------
 
 SETTINGS_ENTRY = "zerovl_settings"
-_OF_SCHEDULE = (
+# taken: the learning rate follows them
+_SCHEDULE = (
     "lr", "epochs", "warmup", "warmup_share", "lr_min", "lr_scheduler", "epochs_cooldown", "lr_cooldown_end",
     "lr_cooldown_power", "skip_scheduler",
 )  # fmt: skip
-_OF_START = ("pretrained", "pretrained_image", "init_from", "init_image", "init_text")
+# without effect: the weights are the checkpoint's
+_START = ("pretrained", "pretrained_image", "init_from", "init_image", "init_text")
+# taken from the next epoch on; in the middle of an epoch, whose samples would come in another order, refused
+_ORDER = (
+    "captions", "dataset_resampled", "sampling", "seed", "source_order", "train_data_upsampling_factors", "train_num_samples",
+)  # fmt: skip
+# taken: `Position.start_step` says what happens in the middle of an epoch
+_BATCH, _SOURCES = "an effective batch of", "the sources"
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, str]:
-    """Collect the settings of a schedule and of a start, in words."""
-    return {name: str(getattr(args, name, None)) for name in (*_OF_SCHEDULE, *_OF_START)}
+def settings_of(
+    args: argparse.Namespace, batching: Batching, sources: Sequence[Source] = ()
+) -> dict[str, str]:
+    """Collect the settings of schedule, start and order, with the batch and the sources, in words."""
+    weights = "::".join(f"{source.weight:g}" for source in sources)
+    values = {**vars(args), "train_data_upsampling_factors": weights or None}
+    return {
+        _BATCH: str(batching.effective_batch),
+        _SOURCES: described(sources) or "(unnamed)",
+        **{name: _value(values.get(name)) for name in (*_SCHEDULE, *_START, *_ORDER)},
+    }
 
 
-def warn_of_settings(checkpoint: Mapping[str, Any], now: Mapping[str, str]) -> None:
-    """Warn of a schedule or a start that is not the checkpoint's, with what happens."""
-    before = checkpoint.get(SETTINGS_ENTRY, now)
-    changed = [name for name in now if before.get(name) != now[name]]
-    words = {name: f"--{name.replace('_', '-')}" for name in changed}
-    if schedule := [
-        f"{words[n]} {now[n]} after {before.get(n)}" for n in changed if n in _OF_SCHEDULE
-    ]:
-        logging.warning(
-            f"The learning rate follows this command line from here on: {', '.join(schedule)}."
+def _value(value: Any) -> str:
+    return (
+        "left out" if value is None or value is False else "given" if value is True else str(value)
+    )
+
+
+def described(sources: Sequence[Source]) -> str:
+    """Name sources with their numbers of samples, and those that were packed with a digest of what they were packed from."""
+    parts = []
+    for source in sources:
+        packed = source.pack_file
+        of = "" if packed is None else f", packed {digest_of(packed.read_bytes())[:12]}"
+        parts.append(f"{source.name} ({source.num_samples}{of})")
+    return ", ".join(parts)
+
+
+def compared_settings(
+    checkpoint: Mapping[str, Any], now: Mapping[str, str], position: Position | None
+) -> list[str]:
+    """Word what happens to each setting that is not the checkpoint's.
+
+    Args:
+        now: this run's; empty for a run without flags of ours, whose settings are not compared.
+        position: the checkpoint's; None: the end of an epoch.
+
+    Raises:
+        UserError: the position is in the middle of an epoch whose samples would come in another order.
+    """
+    before = {**now, **checkpoint.get(SETTINGS_ENTRY, {})}
+    changed = {
+        name: f"{_named(name)} {value} after {before[name]}"
+        for name, value in now.items()
+        if value != before[name]
+    }
+    schedule, start, order, data = (
+        [name for name in names if name in changed]
+        for names in (_SCHEDULE, _START, _ORDER, (_BATCH, _SOURCES))
+    )
+    words = []
+    if schedule:
+        changes = ", ".join(changed[name] for name in schedule)
+        words.append(f"The learning rate follows this command line from here on: {changes}.")
+    if start:
+        flags = ", ".join(map(_named, start))
+        words.append(f"{flags}: no effect, since the weights are the checkpoint's.")
+    if position is None or position.step == 0:
+        if changes := "; ".join(changed[name] for name in (*data, *order)):
+            words.append(
+                f"Resuming at the start of epoch {checkpoint.get('epoch')} with other settings than before: {changes}. The "
+                "learning rate follows the schedule of this run's steps."
+            )
+    elif _SOURCES in changed:
+        words.append(
+            f"Step {position.step} of epoch {position.epoch} was taken on the sources {before[_SOURCES]}, and this run has "
+            f"{now[_SOURCES]}. The rest of this epoch continues at that step of the new sources; from the next epoch on each "
+            "sample is seen once. For a whole first epoch, start a new run with --init-from."
         )
-    if start := [words[name] for name in changed if name in _OF_START]:
-        logging.warning(f"{', '.join(start)}: no effect, since the weights are the checkpoint's.")
+    elif order:
+        name = order[0]
+        raise UserError(
+            f"the checkpoint was taken in the middle of epoch {position.epoch} with {_named(name)} {before[name]}, and this "
+            f"run has {now[name]}: the remaining batches would contain different samples; give {_named(name)} as before, "
+            "resume from an epoch's end, or start a new run with --init-from"
+        )
+    return words
+
+
+def _named(name: str) -> str:
+    return name if " " in name else f"--{name.replace('_', '-')}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -499,7 +476,7 @@ def keep_settings(optimizer: torch.optim.Optimizer, *, taken: bool) -> torch.opt
     return optimizer
 
 
-def load_checkpoint(file_path: str, map_location: Any = None) -> dict:
+def load_checkpoint(file_path: str, map_location: Any = None, *, checksums: bool = True) -> dict:
     """Load a training or bare checkpoint for `--resume`.
 
     Torch compares its tensors with the model's when main loads them.
@@ -507,9 +484,17 @@ def load_checkpoint(file_path: str, map_location: Any = None) -> dict:
     Names are returned without `module.`, so that a single-process checkpoint resumes under DDP and the other way round
     (open_clip 3.3 fails on the prefix). Only tensors and plain containers are loaded; a file that would run code is refused.
 
+    Args:
+        checksums: compare those of a file of this machine, see `damage_of`.
+
     Raises:
         UserError: an unreadable file.
     """
+    damage = damage_of(Path(file_path)) if checksums and zipfile.is_zipfile(file_path) else None
+    if damage is not None:
+        raise UserError(
+            f"--resume {file_path} cannot be read as a checkpoint: the file {damage}; give a whole one"
+        )
     with reading(file_path, "give a checkpoint that training wrote"):
         with fsspec.open(file_path, "rb") as file:
             checkpoint = load_pickled(file, map_location=map_location)

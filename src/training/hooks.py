@@ -27,7 +27,7 @@ from torch import nn
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import save_atomically
 from open_clip_zerovl.core.releases import OPENCLIP_V3, OPENCLIP_V4, ReleaseLine, line_of
-from training.checkpointing import of_this_line
+from training.checkpointing import newest_whole, of_this_line
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _filled_v3(run: Any, host: Any) -> dict[str, Any]:
         "get_tokenizer": lambda name, **options: stock_tokenizer(run.model_name, **options),
         "get_data": get_data,
         "pt_load": pt_load,
-        "get_latest_checkpoint": run.newest_checkpoint,
+        "get_latest_checkpoint": newest_whole,
         "train_one_epoch": train_one_epoch,
         "evaluate": evaluate,
         **({"create_loss": run.create_loss} if run.own_step else {}),
@@ -391,7 +391,7 @@ class _AdaptersV4:
         sharded = None if remote else self.stock_newest(path, remote=False)
         if sharded is not None and os.path.isdir(sharded):
             return sharded
-        return self.run.newest_checkpoint(path, remote)
+        return newest_whole(path, remote)
 
 
 class _Loader:

@@ -112,9 +112,7 @@ class TrainingRun:
         self.trainer: Trainer | None = None
         self.trained = False
         # of each checkpoint
-        self.entries: dict[str, Any] = (
-            {checkpointing.SETTINGS_ENTRY: checkpointing.settings_of(args)} if config.active else {}
-        )
+        self.entries: dict[str, Any] = {}
 
     @property
     def folder(self) -> Path:
@@ -146,6 +144,10 @@ class TrainingRun:
         self.config = data.with_positives(config, self.inputs.sources)
         if self.config is not config:
             args.positives = self.config.positives
+        if config.active:
+            self.entries[checkpointing.SETTINGS_ENTRY] = checkpointing.settings_of(
+                args, data.batching_of(config, args), self.inputs.sources
+            )
         if rank != 0 or args.name is None:
             return
         self.lock = checkpointing.lock_folder(self.folder)
@@ -282,7 +284,7 @@ class TrainingRun:
             forced = {"quick_gelu": True} if self.args.force_quick_gelu else {}
             self.entries = {**self.entries, MODEL_ENTRY: {**model_cfg, **forced}}
         # Only with our data: open_clip's cannot go on in the middle of an epoch, so a step checkpoint would be of no use.
-        if self.own_step and self.config.sampling is not None:
+        if self.config.sampling is not None:
             # Not before all ranks have met: a rank that waits for one that has failed must still end by SIGTERM.
             self._handlers.enter_context(self.preemption)
         else:
@@ -362,60 +364,40 @@ class TrainingRun:
         self.batches = opened["train"].dataloader if "train" in opened else None
         return opened
 
-    def newest_checkpoint(self, path: str, remote: bool = False) -> str | None:
-        """Find the file that `--resume latest` continues from.
-
-        Returns:
-            None if there is none.
-        """
-        return checkpointing.newest_whole(path, remote)
-
     def load_checkpoint(self, file_path: str, map_location: Any = None) -> dict:
-        """Load the checkpoint with bare names, checked against the model."""
+        """Load the checkpoint with bare names, checked against the model and this run's settings."""
         if self.args.rank == 0:
             logging.info(f"Reading {file_path}")
-        # `newest_whole` has read a file that it chose
+        # `newest_whole` has compared the checksums of a file that it chose
         chosen = self.resumes_latest and not self.args.save_most_recent
-        path = Path(file_path)
-        damage = (
-            None if chosen or not checkpointing.is_archive(path) else checkpointing.damage_of(path)
-        )
-        if damage is not None:
-            raise UserError(
-                f"--resume {file_path} cannot be read as a checkpoint: the file {damage}; give a whole one"
-            )
-        checkpoint = checkpointing.load_checkpoint(file_path, map_location)
+        checkpoint = checkpointing.load_checkpoint(file_path, map_location, checksums=not chosen)
         assert self.model is not None  # main loads weights into it
         with reading(file_path, "resume from another checkpoint"):
             checkpointing.require_finite(checkpoint, self.model, file_path)
             checkpointing.require_same_function(
                 checkpoint, self.entries.get(MODEL_ENTRY), file_path
             )
-            position = checkpointing.read_position(checkpoint)
-        if (
-            position is not None
-            and position.step
-            and (not self.own_step or self.config.sampling is None)
-        ):
-            raise UserError(
-                f"--resume {file_path} was taken in the middle of an epoch of named sources; give the --train-data and "
-                "sampling flags it was trained with"
-            )
-        self.resumed = position
-        if self.args.train_data and self.args.rank == 0:
-            checkpointing.warn_of_settings(
-                checkpoint, self.entries.get(checkpointing.SETTINGS_ENTRY, {})
-            )
-            if self.optimizer is None:
-                logging.warning(
-                    f"--opt {self.args.opt} takes the settings of the checkpoint's optimizer: --wd, --beta1, --beta2, --eps "
-                    "and --momentum have no effect."
+            self.resumed = checkpointing.read_position(checkpoint)
+            if self.resumed is not None and self.resumed.step and self.config.sampling is None:
+                raise UserError(
+                    f"--resume {file_path} was taken in the middle of an epoch of named sources; give the --train-data and "
+                    "sampling flags it was trained with"
                 )
-        done = checkpoint.get("epoch", 0)
-        if self.args.train_data and self.args.rank == 0 and done >= self.args.epochs:
-            logging.warning(
+            if not self.args.train_data:
+                return checkpoint
+            now = self.entries.get(checkpointing.SETTINGS_ENTRY, {})
+            warnings = checkpointing.compared_settings(checkpoint, now, self.resumed)
+        if self.optimizer is None:
+            warnings.append(
+                f"--opt {self.args.opt} takes the settings of the checkpoint's optimizer: --wd, --beta1, --beta2, --eps "
+                "and --momentum have no effect."
+            )
+        if checkpoint.get("epoch", 0) >= self.args.epochs:
+            warnings.append(
                 f"Nothing is left to train: {file_path} has all {self.args.epochs} epochs; a larger --epochs goes on."
             )
+        for warning in warnings if self.args.rank == 0 else ():
+            logging.warning(warning)
         return checkpoint
 
     def create_loss(self, args: argparse.Namespace, *_: Any, **__: Any) -> torch.nn.Module:

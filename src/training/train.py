@@ -34,7 +34,6 @@ from torch import Tensor
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import free_space
 from open_clip_zerovl.core.randomness import seed_step
-from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.extras import CaptionTerm
 from open_clip_zerovl.dga.model import on_device, unwrapped
 from open_clip_zerovl.dga.replay import restored_buffers
@@ -46,7 +45,7 @@ from open_clip_zerovl.recipe.optimizer import described_groups
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
 from open_clip_zerovl.report.tables import duration
 from open_clip_zerovl.sampling.schedule import Batching
-from training.checkpointing import Position, StepCheckpoints, checkpoint_bytes, described
+from training.checkpointing import Position, checkpoint_bytes, save_step
 from training.data import batching_of
 from training.log import RunLog, StepLog, memory_bytes
 from training.stopping import Preemption, Stopped
@@ -152,7 +151,7 @@ class Trainer:
         loader = data["train"].dataloader
         mixture = getattr(loader, "mixture", None)
         sources = getattr(mixture, "sources", ())
-        here = self._position(args, epoch, sources)
+        here = Position(epoch, 0, batching_of(self.config, args))
         first_of_process = self.step is None
         if self.step is None:
             normalize = getattr(data["train"], "normalize", None)
@@ -161,15 +160,14 @@ class Trainer:
         model.train()
         steps = loader.num_batches
         start = (
-            self.resumed.start_step(here, steps)
+            self.resumed.start_step(here.batching, steps)
             if self.resumed is not None and self.resumed.epoch == epoch
             else 0
         )
         # open_clip's own data cannot begin in the middle of an epoch, and does not take a step.
         data["train"].set_epoch(*((epoch, start) if start else (epoch,)))
-        checkpoints = StepCheckpoints(
-            args, every=self.config.save_every_steps, keep=self.config.keep_checkpoints
-        )
+        # only when the run is stopped, without the flag
+        every = self.config.save_every_steps
         log = StepLog(
             self.log,
             args,
@@ -222,13 +220,22 @@ class Trainer:
                 )
                 raise Planned(epoch, index + 1, lines)
             stop = self.preemption.agreed(args.distributed)
-            if stop or checkpoints.due(step + 1):
+            if stop or (every is not None and (step + 1) % every == 0):
                 require_finite(model, f"after step {index + 1} of epoch {epoch}")
                 now = replace(here, step=index + 1, retained=self._retained())
-                checkpoints.write(model, optimizer, scaler, now, self.entries)
+                save_step(
+                    args,
+                    model,
+                    optimizer,
+                    scaler,
+                    now,
+                    self.entries,
+                    keep=self.config.keep_checkpoints,
+                )
             if stop:
                 self._lost(loader, epoch + (index + 1) / steps)
-                raise Stopped(stop, epoch, index + 1, saved=checkpoints.kept)
+                # args.save_logs is the first rank's
+                raise Stopped(stop, epoch, index + 1, saved=args.logs.lower() != "none")
         self._lost(loader, epoch + 1)
         self.epoch_end = replace(here, epoch=epoch + 1, retained=self._retained())
 
@@ -251,7 +258,7 @@ class Trainer:
             retain=self.config.dga_retain,
             check=self.config.dga_check,
             replay_rng="no-replay" not in self.config.ablate,
-            adopted=self.resumed.graphs_for(here) if self.resumed is not None else None,
+            adopted=self.resumed.graphs_for(here.batching) if self.resumed is not None else None,
         )
 
     def _lost(self, loader, at: float) -> None:
@@ -286,23 +293,6 @@ class Trainer:
         # Read the loader to its end: a persistent loader whose iterator is dropped before would fill its queue in vain.
         for _ in micro_batches:
             pass
-
-    def _position(
-        self, args: argparse.Namespace, epoch: int, sources: Sequence[Source]
-    ) -> Position:
-        config = self.config
-        order = {
-            "--seed": args.seed,
-            "--sampling": config.sampling,
-            "--source-order": config.source_order,
-            "--train-data-upsampling-factors": "::".join(
-                f"{source.weight:g}" for source in sources
-            ),
-            "--captions": config.captions,
-            "--train-num-samples": args.train_num_samples,
-            "--dataset-resampled": args.dataset_resampled,
-        }
-        return Position(epoch, 0, batching_of(config, args), described(sources), order)
 
 
 def warn_of_equal_captions(micro_batches: Sequence[MicroBatch]) -> None:

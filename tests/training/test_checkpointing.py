@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -18,26 +20,22 @@ import torch
 
 from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY, read_model_spec
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.dga.retain import Decision
-from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.sampling.schedule import Batching
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.checkpointing import (
     LOCK,
-    SETTINGS_ENTRY,
     Position,
-    StepCheckpoints,
     damage_of,
     lock_folder,
     newest_whole,
     remove_leftovers,
     require_room,
+    save_step,
 )
 from training.params import parse
 from training.run import TrainingRun
-from training.stopping import Preemption
-from training.train import Trainer, require_finite
+from training.train import require_finite
 
 
 def write(folder: Path, name: str, *, cut: bool = False, flipped: bool = False) -> Path:
@@ -58,17 +56,11 @@ def names(folder: Path) -> list[str]:
 
 def save(folder: Path, epoch: int, step: int, keep: int) -> None:
     args = argparse.Namespace(
-        save_logs=True,
-        checkpoint_path=str(folder),
-        name="run",
-        logs="logs",
-        save_most_recent=False,
+        save_logs=True, checkpoint_path=str(folder), name="run", save_most_recent=False
     )
     model = torch.nn.Linear(2, 2)
     position = Position(epoch, step, Batching(8))
-    StepCheckpoints(args, every=2, keep=keep).write(
-        model, torch.optim.AdamW(model.parameters()), None, position
-    )
+    save_step(args, model, torch.optim.AdamW(model.parameters()), None, position, {}, keep=keep)
 
 
 @pytest.mark.parametrize(
@@ -149,72 +141,14 @@ def test_on_a_remote_store_a_later_epoch_wins_over_an_earlier_step(tmp_path, mon
     assert newest_whole("s3://bucket/other", remote=True) is None
 
 
-TAKEN = Position(
-    1, 10, Batching(8, 3, 1, 2), "a (100)",
-    order={"--seed": 0, "--sampling": "debiased", "--train-data-upsampling-factors": "1", "--captions": None},
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "words"),
-    [
-        ("--seed", 1, "with --seed 0, and this run has 1"),
-        ("--sampling", "random", "with --sampling debiased, and this run has random"),
-        (
-            "--train-data-upsampling-factors",
-            "2",
-            "--train-data-upsampling-factors 1, and this run has 2",
-        ),
-        ("--captions", "all", "with --captions left out, and this run has all"),
-    ],
-)
-def test_another_order_in_the_middle_of_an_epoch_is_refused(flag, value, words):
-    now = replace(TAKEN, order={**TAKEN.order, flag: value})
-    with pytest.raises(
-        UserError, match="the remaining batches would contain different samples"
-    ) as refused:
-        TAKEN.start_step(now)
-    assert words in str(refused.value)
-    assert replace(TAKEN, step=0).start_step(now) == 0  # an epoch's end has no order
-
-
-def test_what_decides_the_order_of_samples_is_in_the_position():
-    """`start_step` can refuse each of these flags by name where its value changes in the middle of an epoch."""
-    usual = {
-        "seed": 0,
-        "batch_size": 8,
-        "world_size": 1,
-        "workers": 2,
-        "train_num_samples": None,
-        "dataset_resampled": False,
-    }
-
-    def order(arguments=(), weight=1.0, **config):
-        trainer = Trainer(RecipeConfig(**{"sampling": "debiased", **config}), Preemption(), None)
-        args = argparse.Namespace(**{**usual, **dict(arguments)})
-        return trainer._position(args, 0, (Source("a", ("0.tar",), (100,), weight),)).order
-
-    before = order()
-    for flag, changed in (
-        ("--seed", {"arguments": {"seed": 1}}),
-        ("--train-num-samples", {"arguments": {"train_num_samples": 50}}),
-        ("--dataset-resampled", {"arguments": {"dataset_resampled": True}}),
-        ("--train-data-upsampling-factors", {"weight": 2.0}),
-        ("--sampling", {"sampling": "random"}),
-        ("--source-order", {"source_order": "a"}),
-        ("--captions", {"captions": "all"}),
-    ):
-        after = order(**changed)
-        assert [name for name in before if before[name] != after[name]] == [flag]
-
-
 def test_kept_graphs_are_taken_over_by_the_same_split_only():
     """Another number of ranks may need a replay where the run had none before."""
-    decision = Decision(2, 100.0, 50.0)
-    taken = replace(TAKEN, retained=asdict(decision))
-    assert taken.graphs_for(TAKEN) == decision and TAKEN.graphs_for(TAKEN) is None
+    decision, batching = Decision(2, 100.0, 50.0), Batching(8, 3, 1, 2)
+    taken = Position(1, 10, batching, asdict(decision))
+    assert taken.graphs_for(replace(batching, workers=1)) == decision
+    assert Position(1, 10, batching).graphs_for(batching) is None
     for other in ({"world_size": 2}, {"micro_batch": 4}, {"dga_steps": 6}):
-        assert taken.graphs_for(replace(TAKEN, batching=replace(TAKEN.batching, **other))) is None
+        assert taken.graphs_for(replace(batching, **other)) is None
 
 
 @pytest.fixture
@@ -245,6 +179,17 @@ def test_one_process_at_a_time(held, caplog):
     assert "Waiting for the process" in caplog.text
     kill()
     os.close(lock_folder(folder, wait_seconds=5))  # the system has given it back
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog):
+    """The training was refused, with the flags of another program."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    os.close(lock_folder(tmp_path / "run"))
+    assert "has no locks; make sure that no other process trains this run" in caplog.text
 
 
 def test_two_runs_with_one_made_up_name(held, monkeypatch):
@@ -289,7 +234,7 @@ def test_the_config_of_a_checkpoint_has_a_forced_quickgelu(words, expected, monk
     )
     run.entries["lora"] = "of the student"
     run.create_model("the teacher of --distill-model")
-    assert run.entries.keys() == {MODEL_ENTRY, "lora", SETTINGS_ENTRY}
+    assert run.entries.keys() == {MODEL_ENTRY, "lora"}
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(

@@ -204,12 +204,13 @@ def filled(newest: str | None):
     stock["get_latest_checkpoint"] = lambda path, remote: newest
     run = SimpleNamespace(
         args=Namespace(model="m"), model_name="m", own_step=True, own_schedule=False, own_adamw=False,
-        create_model=None, newest_checkpoint=lambda path, remote: f"ours of {path}",
+        create_model=None,
     )  # fmt: skip
     return V4.filled(run, SimpleNamespace(**stock))
 
 
-def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path):
+def test_a_sharded_checkpoint_is_open_clips_to_find_and_to_load(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.hooks.newest_whole", lambda path, remote=False: f"ours of {path}")
     folder = tmp_path / "epoch_2"
     folder.mkdir()
     (tmp_path / "epoch_3.pt").touch()

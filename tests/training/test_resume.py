@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
 from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.sampling.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
@@ -23,6 +21,7 @@ from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, wri
 from training.checkpointing import (
     SETTINGS_ENTRY,
     Position,
+    compared_settings,
     entry_of,
     keep_settings,
     load_checkpoint,
@@ -31,7 +30,6 @@ from training.checkpointing import (
     require_finite,
     require_same_function,
     settings_of,
-    warn_of_settings,
 )
 from training.params import parse
 from training.stopping import Preemption
@@ -109,45 +107,83 @@ def test_two_ranks_killed_and_resumed(workplace):
     assert_same_weights(folder, ("whole-ranks", "broken-ranks"))
 
 
-TAKEN = Position(1, 10, Batching(32, 1, 2, 4))
-OF_A = replace(TAKEN, sources="a (100)", order={"--seed": 1, "--sampling": "debiased"})
-
-
 @pytest.mark.parametrize(
-    ("taken", "changed", "steps", "begin", "words"),
+    ("step", "now", "steps", "begin"),
     [
-        (TAKEN, {}, None, 10, ""),
-        (TAKEN, {"batching": Batching(32, 1, 1, 4)}, None, 20, "approximate"),  # goes on at the same sample count
-        (TAKEN, {"batching": Batching(16, 1, 4, 4)}, None, 10, "approximate"),
-        (TAKEN, {"batching": Batching(16, 2, 2, 4)}, None, 10, "approximate"),
-        (TAKEN, {"batching": Batching(32, 1, 2, 2)}, None, 10, "approximate"),  # other workers
+        (10, Batching(32, 1, 2, 4), 99, 10),  # the same: nothing is said
+        (10, Batching(32, 1, 1, 4), 99, 20),  # goes on at the same sample count
+        (10, Batching(16, 1, 4, 4), 99, 10),
+        (10, Batching(16, 2, 2, 4), 99, 10),
+        (10, Batching(32, 1, 2, 2), 99, 10),  # other workers
         # Larger batches of several sources leave more over, and their epoch may be shorter than the part that is done.
-        (TAKEN, {"batching": Batching(64, 1, 2, 4)}, 4, 4, "approximate"),
-        (replace(TAKEN, step=0), {"step": 10}, 9, 0, ""),
-        (OF_A, {"step": 0}, None, 10, ""),
-        (OF_A, {"sources": "a (100), b (9)"}, None, 10, "and this run has a (100), b (9)"),
-        # At an epoch's end nothing is in the middle; but who gives another batch by mistake has to hear of it.
-        (replace(OF_A, step=0), {"batching": Batching(32, 1, 2, 8)}, None, 0, ""),
-        (
-            replace(OF_A, step=0),
-            {"batching": Batching(64, 1, 2, 4), "sources": "b (9)", "order": {"--seed": 2, "--sampling": "debiased"}},
-            None, 0, "an effective batch of 128 after 64; the sources b (9) after a (100); --seed 2 after 1.",
-        ),
+        (10, Batching(64, 1, 2, 4), 4, 4),
+        (0, Batching(64, 1, 2, 4), 99, 0),  # an epoch's end: nothing is approximate
     ],
-)  # fmt: skip
-def test_where_a_run_goes_on_and_what_it_says(taken, changed, steps, begin, words, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert taken.start_step(replace(taken, **changed), *([steps] if steps else [])) == begin
-    assert len(caplog.messages) == bool(words) and words in caplog.text
+)
+def test_where_a_run_goes_on_and_what_it_says(step, now, steps, begin, caplog):
+    taken = Batching(32, 1, 2, 4)
+    assert Position(1, step, taken).start_step(now, steps) == begin
+    said = step > 0 and now != taken
+    assert len(caplog.messages) == said and ("approximate" in caplog.text) == said
 
 
 def test_a_position_is_read_as_it_was_written_and_one_of_another_format_is_refused():
-    position = Position(1, 10, Batching(16, 2, 2, 4), "a (100)", {"--seed": 0})
+    position = Position(1, 10, Batching(16, 2, 2, 4), {"graphs": 2.0})
     entry = entry_of(position)
     assert read_position({"zerovl": entry}) == position and read_position({"epoch": 1}) is None
     for written in (1, 99, "x"):
         with pytest.raises(UserError, match=f"has format {written}, and this release reads 2"):
             read_position({"zerovl": {**entry, "format": written}})
+
+
+MIDDLE, END = Position(1, 10, Batching(8)), Position(1, 0, Batching(8))
+OTHER_ORDER = "the remaining batches would contain different samples"
+LINE = ["--train-data", "a=/x", "--sampling", "debiased", "--lr", "1e-3"]
+
+
+def settings(*words: str, batch: int = 8, name: str = "a", weight: float = 1.0) -> dict[str, str]:
+    args, _ = parse([*LINE, *words])
+    return settings_of(args, Batching(batch), [Source(name, ("0.tar",), (100,), weight)])
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "middle", "end"),
+    [
+        ("", {}, [], []),
+        ("--workers 2 --wd 0", {}, [], []),  # what the step and the optimizer say themselves
+        ("--lr 5e-4 --epochs 40", {}, *2 * [["from here on: --lr 0.0005 after 0.001, --epochs 40 after 32."]]),
+        ("--warmup-share 0.1", {}, *2 * [["from here on: --warmup-share 0.1 after left out."]]),
+        ("--pretrained-image", {}, *2 * [["--pretrained-image: no effect, since the weights are the checkpoint's."]]),
+        ("--seed 1", {}, "--seed 0, and this run has 1", ["of epoch 1 with other settings than before: --seed 1 after 0."]),
+        (
+            "--sampling sequential --source-order a", {}, "--sampling debiased, and this run has sequential",
+            ["--sampling sequential after debiased; --source-order a after left out."],
+        ),
+        ("--captions all", {}, "--captions left out, and this run has all", ["--captions all after left out"]),
+        ("--train-num-samples 50", {}, "--train-num-samples left out, and", ["--train-num-samples 50 after"]),
+        ("--dataset-resampled", {}, "--dataset-resampled left out, and this run has given", ["--dataset-resampled given"]),
+        ("", {"weight": 2.0}, "--train-data-upsampling-factors 1, and this run has 2", ["upsampling-factors 2 after 1"]),
+        ("", {"batch": 16}, [], ["an effective batch of 16 after 8."]),  # `start_step` says the rest
+        ("--seed 1", {"name": "b"}, ["and this run has b (100). The rest"], ["the sources b (100) after a (100); --seed 1"]),
+    ],
+)  # fmt: skip
+def test_what_a_resume_does_with_each_setting_that_is_not_the_checkpoints(
+    words, others, middle, end
+):
+    """Refused in the middle of an epoch, if its samples would come in another order; else named with what happens."""
+    now = settings(*words.split(), **others)
+    for before in ({}, {SETTINGS_ENTRY: now}):  # of open_clip, or with the same settings
+        assert compared_settings(before, now, MIDDLE) == []
+    checkpoint = {"epoch": 1, SETTINGS_ENTRY: settings()}
+    assert compared_settings(checkpoint, {}, END) == []  # a run without flags of ours
+    for position, expected in ((MIDDLE, middle), (END, end), (None, end)):
+        if isinstance(expected, str):
+            with pytest.raises(UserError, match=f"{expected}.*{OTHER_ORDER}"):
+                compared_settings(checkpoint, now, position)
+        else:
+            said = compared_settings(checkpoint, now, position)
+            assert len(said) == len(expected)
+            assert all(part in sentence for part, sentence in zip(expected, said, strict=True))
 
 
 CONFIG = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
@@ -215,21 +251,6 @@ def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(place, value):
     if place != "exp_avg_sq":
         with pytest.raises(UserError, match="of a.pt holds 1 numbers"):
             require_finite(checkpoint["state_dict"], model, "a.pt")
-
-
-def test_a_resume_names_another_schedule_and_a_start_without_effect(caplog):
-    def warnings(*words: str, **entries: Any) -> list[str]:
-        caplog.clear()
-        args, _ = parse(["--train-data", "a=/x", *words])
-        warn_of_settings(entries, settings_of(args))
-        return caplog.messages
-
-    before = {SETTINGS_ENTRY: settings_of(parse(["--train-data", "a=/x", "--lr", "0.001"])[0])}
-    assert warnings("--lr", "1e-3", **before) == warnings("--lr", "1e-3") == []
-    (schedule,) = warnings("--lr", "5e-4", "--epochs", "40", **before)
-    assert "--lr 0.0005 after 0.001, --epochs 40 after 32" in schedule
-    (start,) = warnings("--lr", "1e-3", "--pretrained-image", **before)
-    assert start == "--pretrained-image: no effect, since the weights are the checkpoint's."
 
 
 @pytest.mark.parametrize("taken", [True, False])
