@@ -27,7 +27,7 @@ from typing import Annotated as A
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder import EncoderFlags
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import NOT_NEGATIVE, SEED, at_least, command, flag, words_of
+from open_clip_zerovl.core.flags import SEED, Range, at_least, command, flag, words_of
 from open_clip_zerovl.core.processes import follow_training, take_gpus
 from open_clip_zerovl.core.releases import load_open_clip
 from open_clip_zerovl.evaluate.settings import (
@@ -192,7 +192,10 @@ def near(
     distance: A[
         int | None,
         "largest distance of a copy, of 256 bits (default 56; see docs/data.md)",
-        NOT_NEGATIVE,
+        Range(
+            "0 to 64 of 256 bits (distinct pictures have about 128)",
+            lambda bits, _: 0 <= bits <= 64,
+        ),
         "BITS",
     ] = None,
     threads: A[int, "pictures at the same time", at_least(1)] = 4,

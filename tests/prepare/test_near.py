@@ -224,7 +224,7 @@ def test_the_command_lists_planted_copies_and_no_others(tmp_path: Path, original
     assert cli.main([*command, "--out", str(tmp_path / "less"), "--distance", "8"]) == 0
     assert "b: 0 of 1 pictures are copies" in capsys.readouterr().out
     for more, sentence in (
-        (["--distance", "90"], "a distance of 90 is out of range; take 0 to 64 of 256 bits"),
+        (["--distance", "90"], "--distance 90 is out of range; give 0 to 64 of 256 bits"),
         (["--test", f"x={tmp_path}/none"], "does not exist"),
         (["--test", f"x={tmp_path}/rotten"], "holds no picture that can be compared"),
     ):

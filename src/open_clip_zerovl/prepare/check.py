@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from PIL import Image
 from tqdm.auto import tqdm
@@ -37,6 +38,7 @@ PICTURE_MARKS = {
     "webp": (b"RIFF", b""),
 }
 _EXAMPLES = 5
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -114,6 +116,15 @@ def _faults(members: Mapping[str, Member], decode: bool) -> Iterator[str]:
             yield f"picture cannot be decoded ({type(error.__cause__).__name__})"
 
 
+def _each(
+    function: Callable[[Any], Result], shards: Sequence[Any], threads: int, progress: bool
+) -> list[Result]:
+    """Call a function of each shard in some threads, with a bar."""
+    with ThreadPoolExecutor(threads) as pool:
+        done = pool.map(function, shards)
+        return list(tqdm(done, total=len(shards), unit=" shards", disable=not progress))
+
+
 def write_sizes(folder: str | Path, *, threads: int = 4, progress: bool = True) -> dict[str, int]:
     """Count the samples of every `*.tar` of a folder, as training does, and write `sizes.json` beside them.
 
@@ -128,24 +139,17 @@ def write_sizes(folder: str | Path, *, threads: int = 4, progress: bool = True) 
     if not shards:
         raise UserError(f"{folder} holds no *.tar shards; give a source's own folder")
     check_writable(path / SIZES_FILE)
-    with ThreadPoolExecutor(threads) as pool:
-        counted = tqdm(
-            pool.map(_count, shards),
-            total=len(shards),
-            unit=" shards",
-            disable=not progress,
-        )
-        sizes = {shard.name: count for shard, count in zip(shards, counted, strict=True)}
+
+    def count(shard: Path) -> int:
+        try:
+            return sum(1 for _ in locate_samples(shard, whole=True))
+        except ShardError as error:
+            raise UserError(f"{shard} is broken: {error}; fetch or write it again") from error
+
+    counts = _each(count, shards, threads, progress)
+    sizes = {shard.name: count for shard, count in zip(shards, counts, strict=True)}
     write_atomically(path / SIZES_FILE, json.dumps(sizes, indent=1) + "\n")
     return sizes
-
-
-def _count(path: Path) -> int:
-    """Count the samples of a shard from its headers."""
-    try:
-        return sum(1 for _ in locate_samples(path, whole=True))
-    except ShardError as error:
-        raise UserError(f"{path} is broken: {error}; fetch or write it again") from error
 
 
 def check_shards(
@@ -175,49 +179,36 @@ def check_shards(
         UserError: no such folder, no shards in it, or `hashes` without a manifest that has them.
     """
     path = Path(folder).expanduser()
-    manifest = read_manifest(path)
     sizes = read_sizes(path)
-    expected_hashes = {name: entry["sha256"] for name, entry in manifest.get("shards", {}).items()}
-    if hashes and not expected_hashes:
+    manifest = read_manifest(path).get("shards", {})
+    if hashes and not manifest:
         raise UserError(f"{folder} has no manifest.json with hashes: check it without --hash.")
-    names = sorted({p.name for p in path.glob("*.tar")} | set(sizes or {}) | set(expected_hashes))
+    names = sorted({p.name for p in path.glob("*.tar")} | set(sizes or {}) | set(manifest))
     if not names:
         raise UserError(f"{folder} holds no *.tar shards: give a source's own folder.")
 
     def check(name: str) -> ShardCheck:
-        shard_check = ShardCheck(name)
-        if not (path / name).is_file():
-            shard_check.fault("shard missing")
-            return shard_check
-        _check_shard(path / name, shard_check, decode)
-        if hashes and sha256_of(path / name) != expected_hashes.get(name):
-            shard_check.fault("hash differs from the manifest's")
+        result, file, seen = ShardCheck(name), path / name, set()
+        if not file.is_file():
+            result.fault("shard missing")
+            return result
+        result.size_bytes = file.stat().st_size
+        try:
+            for key, members in locate_samples(file, whole=True):
+                result.samples += 1
+                if key in seen:
+                    result.fault("key comes twice", key)
+                seen.add(key)
+                for fault in _faults(members, decode):
+                    result.fault(fault, key)
+        except ShardError as error:
+            result.fault(f"broken: {error}")
+        if hashes and sha256_of(file) != manifest.get(name, {}).get("sha256"):
+            result.fault("hash differs from the manifest's")
         if sizes is not None and name not in sizes:
-            shard_check.fault("not in sizes.json")
-        elif sizes is not None and sizes[name] != shard_check.samples:
-            shard_check.fault(
-                f"holds {shard_check.samples} samples, and {sizes[name]} in sizes.json"
-            )
-        return shard_check
+            result.fault("not in sizes.json")
+        elif sizes is not None and sizes[name] != result.samples:
+            result.fault(f"holds {result.samples} samples, and {sizes[name]} in sizes.json")
+        return result
 
-    with ThreadPoolExecutor(threads) as pool:
-        shards = list(
-            tqdm(pool.map(check, names), total=len(names), unit=" shards", disable=not progress)
-        )
-    return FolderCheck(shards)
-
-
-def _check_shard(path: Path, shard_check: ShardCheck, decode: bool) -> None:
-    """Check the samples of one shard."""
-    seen: set[str] = set()
-    shard_check.size_bytes = path.stat().st_size
-    try:
-        for key, members in locate_samples(path, whole=True):
-            shard_check.samples += 1
-            if key in seen:
-                shard_check.fault("key comes twice", key)
-            seen.add(key)
-            for fault in _faults(members, decode):
-                shard_check.fault(fault, key)
-    except ShardError as error:
-        shard_check.fault(f"broken: {error}")
+    return FolderCheck(_each(check, names, threads, progress))

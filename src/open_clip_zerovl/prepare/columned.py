@@ -149,8 +149,8 @@ class TableReader(ColumnReader):
 
     form = "table"
 
-    def __init__(self, path: Path, wanted: Columns) -> None:
-        self._of_file(path, wanted)
+    def _choose(self) -> Chosen:
+        path, wanted = self.path, self.wanted
         with opened_table(path) as file:
             first, second = file.readline(1 << 20), file.readline(1 << 20)
         if b"\0" in first:
@@ -176,11 +176,9 @@ class TableReader(ColumnReader):
             ) from error
         self.names = [name.strip() for name in fields]
         self.has_header = not any(names_a_picture(name) for name in self.names)
-        self.chosen = (
-            choose(str(path), self.names, wanted) if self.has_header else self._headerless()
-        )
-        header_words = "" if self.has_header else "; no header line"
-        self.columns = f"{self.chosen.words}, separator {self.separator!r}{header_words}"
+        chosen = choose(str(path), self.names, wanted) if self.has_header else self._headerless()
+        words = f"{chosen.words}, separator {self.separator!r}"
+        return replace(chosen, words=words if self.has_header else f"{words}; no header line")
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         places = {name: self.names.index(name) for name in self.chosen.read}
@@ -236,8 +234,8 @@ class JsonReader(ColumnReader):
 
     form = "json"
 
-    def __init__(self, path: Path, wanted: Columns) -> None:
-        self._of_file(path, wanted)
+    def _choose(self) -> Chosen:
+        path = self.path
         with opened_table(path) as file:
             first = file.readline(1 << 20).decode("utf-8-sig", "replace").lstrip()
         self.is_list = first.startswith("[")
@@ -247,8 +245,7 @@ class JsonReader(ColumnReader):
                 f"{path} holds no JSON objects, neither one a line nor in a list (it begins with {first[:40]!r}): write one "
                 'object a line, as {"image": "1.jpg", "caption": "a dog"}'
             )
-        self.chosen = choose(str(path), names, wanted)
-        self.columns = self.chosen.words
+        return choose(str(path), names, self.wanted)
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         for line, value in self._values(file):
@@ -275,8 +272,8 @@ class CocoReader(ColumnReader):
 
     form = "json"
 
-    def __init__(self, path: Path, wanted: Columns) -> None:
-        self._of_file(path, wanted)
+    def _choose(self) -> Chosen:
+        path = self.path
         with opened_table(path) as file:
             images = (
                 image
@@ -287,12 +284,13 @@ class CocoReader(ColumnReader):
                 image["id"]: image for image in images if isinstance(image.get("id"), int | str)
             }
         names = names_of(fields for fields in islice(self._annotations(path), _LOOKED_AT))
-        self.chosen = choose(
+        chosen = choose(
             str(path),
             names_of([*islice(self.images.values(), _LOOKED_AT), dict.fromkeys(names)]),
-            replace(wanted, picture="file_name"),
+            replace(self.wanted, picture="file_name"),
         )
-        self.columns = f"annotations as MS-COCO's, caption {listed(self.chosen.captions)}"
+        words = f"annotations as MS-COCO's, caption {listed(chosen.captions)}"
+        return replace(chosen, words=words)
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         for number, fields in enumerate(self._annotations(file), start=1):
@@ -311,11 +309,9 @@ class KarpathyReader(ColumnReader):
 
     form = "json"
 
-    def __init__(self, path: Path, wanted: Columns) -> None:
-        self._of_file(path, wanted)
+    def _choose(self) -> Chosen:
         words = "annotations as Karpathy's, captions of 'sentences', split 'split'"
-        self.chosen = Chosen("file_name", ("sentences",), wanted.source, words, "split")
-        self.columns = words
+        return Chosen("file_name", ("sentences",), self.wanted.source, words, "split")
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         with opened_table(file) as table:

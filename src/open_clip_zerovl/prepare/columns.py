@@ -95,18 +95,12 @@ def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
     )
 
 
-def caption_columns(names: Sequence[str]) -> list[str]:
-    """List the columns that are named like captions, the likelier first."""
-    known = {plain(name): name for name in reversed(names)}
-    return [known[name] for name in CAPTION_NAMES if name in known]
-
-
 def guess_captions(names: Sequence[str], picture: str | None = None) -> tuple[str, ...]:
     """Guess the column of captions by its name, or several columns that are numbered."""
-    columns = caption_columns([name for name in names if name != picture])
-    if columns:
-        return (columns[0],)
-    return tuple(name for name in names if _NUMBERED.fullmatch(plain(name)) and name != picture)
+    known = {plain(name): name for name in reversed(names) if name != picture}
+    numbered = [name for name in names if _NUMBERED.fullmatch(plain(name)) and name != picture]
+    likely = next((known[name] for name in CAPTION_NAMES if name in known), None)
+    return tuple(numbered) if likely is None else (likely,)
 
 
 def guess_picture(names: Sequence[str]) -> str | None:
@@ -282,18 +276,17 @@ class ColumnReader(Reader):
     """One of the columns names a row's picture (a path, an address), or holds it: bytes, or Hugging Face's {bytes, path}."""
 
     names_pictures = True
-    chosen: Chosen
-    wanted: Columns
 
-    def _of_file(self, path: Path, wanted: Columns) -> None:
+    def __init__(self, path: Path, wanted: Columns, files: Sequence[Path] = ()) -> None:
         self.path, self.wanted = path, wanted
-        self.files = [path]
+        self.files = list(files) or [path]
         self.splits = self._splits_of_files()
+        self.chosen = self._choose()
+        self.columns, self.split_column = self.chosen.words, self.chosen.split
 
-    @property
-    def split_column(self) -> str | None:  # type: ignore[override]
-        """Name the column that says the split of a row."""
-        return self.chosen.split
+    @abstractmethod
+    def _choose(self) -> Chosen:
+        """Choose the columns, and describe them."""
 
     @abstractmethod
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,7 @@ _BLOCK_PAIRS = 1 << 21  # pairs compared at once, 8 bytes each
 
 Hashes = NDArray[np.uint64]
 Key = TypeVar("Key")
+Place = tuple[str, str, str]  # of a training picture: source, shard, key
 
 
 def picture_hashes(content: bytes) -> Hashes:
@@ -166,22 +167,19 @@ class ComparedSets:
     owners: Sequence[int]
     unreadable: int
 
+    @property
     def counts(self) -> dict[str, int]:
         """Count the pictures of each test set."""
         return dict(Counter(picture.source for picture in self.pictures))
 
 
-class Place(NamedTuple):
-    """The place of a training picture, with an empty `shard` outside shards."""
-
-    source: str
-    shard: str
-    key: str
-
-
 @dataclass(frozen=True)
 class NearPair:
-    """A training picture and the test picture that it, or its mirror image, is near to."""
+    """A training picture and the test picture that it, or its mirror image, is near to.
+
+    Attributes:
+        shard: "" outside shards.
+    """
 
     source: str
     shard: str
@@ -198,15 +196,15 @@ class Overlap:
 
     Attributes:
         tests: test set -> its pictures.
+        within: the largest distance of a copy.
         samples: source -> its samples with a picture.
         unreadable: source -> pictures that cannot be decoded.
         pairs: those within the distance, in the order of the sources.
-        within: the distance.
         thumbnails: number of a pair -> (training picture, test picture), as data URIs.
     """
 
     tests: dict[str, int]
-    within: int
+    within: int = NEAR
     samples: Counter[str] = field(default_factory=Counter)
     unreadable: Counter[str] = field(default_factory=Counter)
     pairs: list[NearPair] = field(default_factory=list)
@@ -259,78 +257,61 @@ def find_overlap(
 
     Args:
         data: `name=shards::name=shards`, as `--train-data`: local shards, tables.
-        within: largest distance of a copy. See `check_distance`.
+        within: largest distance of a copy.
 
     Raises:
         UserError: data that cannot be read.
     """
-    overlap = Overlap(tests.counts(), within)
+    overlap = Overlap(tests.counts, within)
+
+    def pictures_of(source: Source) -> Iterator[tuple[Place, bytes]]:
+        total, quiet = source.num_samples, not progress
+        with tqdm(total=total, desc=source.name, unit=" pictures", disable=quiet) as bar:
+            for number, shard in enumerate(source.shards):
+                for sample in samples_of(source, number):
+                    bar.update()
+                    if (content := sample.image) is not None:
+                        yield (source.name, os.path.basename(shard), sample.key), content
+
     say = print if progress else logging.info
     for source in parse_sources(as_shards(data, say=say), evaluation=True):
         overlap.samples[source.name] = overlap.unreadable[source.name] = 0
-        match(_pictures_of(source, progress), tests, overlap, threads)
+        match(pictures_of(source), tests, overlap, threads)
     return overlap
-
-
-def check_distance(within: int) -> None:
-    """Refuse a distance at which distinct pictures count as near, too."""
-    if not 0 <= within <= BITS // 4:
-        raise UserError(
-            f"a distance of {within} is out of range; take 0 to {BITS // 4} of {BITS} bits (distinct pictures have about "
-            f"{BITS // 2}, copies {NEAR} or less)"
-        )
-
-
-def _pictures_of(source: Source, progress: bool) -> Iterator[tuple[Place, bytes]]:
-    with tqdm(
-        total=source.num_samples, desc=source.name, unit=" pictures", disable=not progress
-    ) as bar:
-        for shard in range(len(source.shards)):
-            for sample in samples_of(source, shard):
-                bar.update()
-                if (content := sample.image) is not None:
-                    yield (
-                        Place(source.name, os.path.basename(source.shards[shard]), sample.key),
-                        content,
-                    )
 
 
 def match(
     pictures: Iterator[tuple[Place, bytes]], tests: ComparedSets, overlap: Overlap, threads: int = 4
 ) -> None:
     """Compare training pictures with test sets, and add counts, pairs and thumbnails of the first ones to `overlap`."""
+
+    def shown(content: bytes) -> str:
+        return decoded(content, lambda image: thumbnail(as_shown(image)))
+
     for block in hash_all(pictures, threads):
-        for place, _, hashes in block:
-            overlap.samples[place.source] += 1
-            overlap.unreadable[place.source] += hashes is None
+        for (source, *_), _, hashes in block:
+            overlap.samples[source] += 1
+            overlap.unreadable[source] += hashes is None
         readable = [
             (place, content, hashes) for place, content, hashes in block if hashes is not None
         ]
-        if readable:
-            _add_pairs(readable, tests, overlap)
-
-
-def _add_pairs(
-    asked: Sequence[tuple[Place, bytes, Hashes]], tests: ComparedSets, overlap: Overlap
-) -> None:
-    hashes = np.concatenate([hashes for _, _, hashes in asked])
-    numbers, distances = nearest(tests.hashes, hashes, overlap.within)
-    first = 0  # of a picture's hashes
-    for place, content, hashes in asked:
-        best = first + int(distances[first : first + len(hashes)].argmin())
-        mirrored = bool((best - first) % 2)
-        first += len(hashes)
-        if numbers[best] < 0:
+        if not readable:
             continue
-        test = tests.pictures[tests.owners[numbers[best]]]
-        if len(overlap.pairs) < _KEPT:
-            overlap.thumbnails[len(overlap.pairs)] = _thumbnail(content), _thumbnail(test.content())
-        pair = NearPair(*place, test.source, test.key, int(distances[best]), mirrored)
-        overlap.pairs.append(pair)
-
-
-def _thumbnail(content: bytes) -> str:
-    return decoded(content, lambda image: thumbnail(as_shown(image)))
+        asked = np.concatenate([hashes for *_, hashes in readable])
+        numbers, distances = nearest(tests.hashes, asked, overlap.within)
+        first = 0  # of a picture's hashes
+        for place, content, hashes in readable:
+            best = first + int(distances[first : first + len(hashes)].argmin())
+            mirrored = bool((best - first) % 2)
+            first += len(hashes)
+            if numbers[best] < 0:
+                continue
+            test = tests.pictures[tests.owners[numbers[best]]]
+            if len(overlap.pairs) < _KEPT:
+                thumbnails = shown(content), shown(test.content())
+                overlap.thumbnails[len(overlap.pairs)] = thumbnails
+            pair = NearPair(*place, test.source, test.key, int(distances[best]), mirrored)
+            overlap.pairs.append(pair)
 
 
 def write_overlap(overlap: Overlap, out: Path) -> None:
@@ -392,7 +373,6 @@ def run_overlap(
     Raises:
         UserError: as the functions it calls.
     """
-    check_distance(within)
     check_writable(out, folder=True)
     opened = open_test_sets(tests, split=split, threads=threads)
     overlap = find_overlap(data, opened, within=within, threads=threads)
@@ -405,29 +385,25 @@ def run_overlap(
     return "\n".join([*lines, f"Written: {out / 'near.html'}, {out / 'near.json'}"])
 
 
-def near_exclusion(
-    tests: str, out: Path, *, within: int = NEAR, threads: int = 4, progress: bool = True
-) -> Exclusion:
+def near_exclusion(tests: str, out: Path, *, threads: int = 4, progress: bool = True) -> Exclusion:
     """Leave out training pictures that are near to a picture of test sets, but none that is held out.
 
     The pictures that are left out are listed in `near.json` and shown on `near.html` in the folder `out`.
 
     Args:
         tests: `NAME=SET::NAME=SET`, as `open_test_sets` takes them.
-        within: largest distance of a copy (`near.NEAR`).
 
     Raises:
-        UserError: a set that cannot be read, a distance out of range.
+        UserError: a set that cannot be read.
     """
-    check_distance(within)
     sets = open_test_sets(tests, threads=threads, progress=progress)
-    names = ", ".join(sets.counts())
+    names = ", ".join(sets.counts)
     digest = digest_of(np.ascontiguousarray(sets.hashes.T))[:16]
 
     def keys(samples: Iterator[tuple[str, str, bytes]]) -> Iterator[str]:
-        overlap = Overlap(sets.counts(), within)
+        overlap = Overlap(sets.counts)
         bar = tqdm(samples, desc=f"comparing with {names}", unit=" pictures", disable=not progress)
-        pictures = ((Place(source, "", key), content) for source, key, content in bar)
+        pictures = (((source, "", key), content) for source, key, content in bar)
         match(pictures, sets, overlap, threads)
         write_overlap(overlap, out)
         yield from dict.fromkeys(pair.key for pair in overlap.pairs)
@@ -435,5 +411,5 @@ def near_exclusion(
     return Exclusion(
         f"near {names}",
         keys,
-        f"{names}: {len(sets.pictures)} pictures {digest}, {BITS} bits, within {within}",
+        f"{names}: {len(sets.pictures)} pictures {digest}, {BITS} bits, within {NEAR}",
     )

@@ -98,25 +98,26 @@ class ArrowReader(ColumnReader):
         templates: Sequence[str] | None = None,
     ) -> None:
         self.form, self.templates = form, ClassTemplates(templates)
-        self.path = path
-        self.files = files
-        self.wanted = wanted
-        self.splits = self._splits_of_files()
+        super().__init__(path, wanted, files)
+
+    def _choose(self) -> Chosen:
         self.total = 0
-        for file in files:
+        every: list[Chosen] = []
+        for file in self.files:
             with self._reading(file, "is not a {form} file, or a broken one") as table:
                 schema, rows = (
                     (table.schema_arrow, table.metadata.num_rows)
-                    if form == "parquet"
+                    if self.form == "parquet"
                     else (table.schema, table.num_rows)
                 )
-            chosen = self._choose(file, schema)
-            if file != files[0] and self.chosen != chosen:
+            every.append(self._choose_in(file, schema))
+            if every[-1] != every[0]:
                 raise UserError(
-                    f"{file} has other columns ({chosen.words}) than {files[0]} ({self.chosen.words}): pack them one at a time"
+                    f"{file} has other columns ({every[-1].words}) than {self.files[0]} ({every[0].words}): "
+                    "pack them one at a time"
                 )
-            self.chosen, self.columns = chosen, chosen.words
             self.total += rows
+        return every[0]
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         names = self.chosen.read
@@ -160,7 +161,7 @@ class ArrowReader(ColumnReader):
                 f"{file} {fault} ({first_line(error)}): write or fetch it again"
             ) from error
 
-    def _choose(self, file: Path, schema: Any) -> Chosen:
+    def _choose_in(self, file: Path, schema: Any) -> Chosen:
         """Choose the columns, where pictures' bytes take precedence over guesses from names."""
         types, held = pyarrow().types, picture_columns(schema)
         wanted, classes = self.wanted, class_columns(schema)
