@@ -16,7 +16,7 @@ from typing import Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.names import class_order, class_words, names_beside
-from open_clip_zerovl.data.splits import FolderSplits, split_above, split_column
+from open_clip_zerovl.data.splits import split_column
 from open_clip_zerovl.prepare.columns import find, guess_captions
 from open_clip_zerovl.prepare.columns import listed as shown_names
 from open_clip_zerovl.prepare.pictures import Failure
@@ -32,7 +32,6 @@ from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.pictures import (
     UNREAD,
-    list_pictures,
     notes_of,
     walk,
 )
@@ -110,14 +109,6 @@ class SampleReader(Reader):
         return row._replace(captions=caption_lines(text), source=source)
 
 
-def require_pictures(path: Path, pictures: Sequence[Path], notes: Sequence[str]) -> None:
-    """Refuse a folder without a picture, as one of links that lead out of it."""
-    if not pictures:
-        raise UserError(
-            f"{path} holds no picture that is read; {'; '.join(notes) or 'add pictures'}"
-        )
-
-
 class FolderReader(SampleReader):
     """Pictures with texts beside them, in a folder and the folders below it."""
 
@@ -125,21 +116,16 @@ class FolderReader(SampleReader):
     names_pictures = True
 
     def __init__(self, path: Path, wanted: Columns) -> None:
-        self.path, self.wanted = path, wanted
-        listed = list_pictures(path)
-        self.pictures = listed.pictures
+        self.wanted = wanted
+        listed = self._find_pictures(path)
         here = {str(file) for file in listed.others if file.suffix in (".txt", ".json")}
         stems = [os.path.splitext(picture)[0] for picture in self.pictures]
         # paths of texts and JSON files beside pictures
         self.texts = {f"{stem}{end}" for stem in stems for end in (".txt", ".json")} & here
         self.notes = notes_of({"": listed}, used={Path(text) for text in self.texts})
-        self.total = len(self.pictures)
-        require_pictures(path, self.pictures, self.notes)
-        names = (str(picture.relative_to(path)) for picture in self.pictures)
-        self.splits = FolderSplits(names, split_above(path))
         self.files = list(map(Path, sorted(self.texts)))
         if not self.texts:
-            first = str(self.pictures[0].relative_to(path))
+            first = self.names[0]
             raise UserError(
                 f"{path} has {len(self.pictures)} pictures and no captions: no text file has the name of a picture; write the "
                 f"caption of {first} into {os.path.splitext(first)[0]}.txt, give a table of pictures and captions, or sort the "
@@ -153,8 +139,8 @@ class FolderReader(SampleReader):
         self._choose(f"the JSON files of {path}", objects, has_text=len(tables) < len(self.texts))
 
     def rows(self) -> Iterator[Row]:
-        for file in self.pictures:
-            name, stem = str(file.relative_to(self.path)), os.path.splitext(file)[0]
+        for file, name in zip(self.pictures, self.names, strict=True):
+            stem = os.path.splitext(file)[0]
             inside, split = self.splits(name)
             row = Row(str(file), (), name, name=name, split=split)
             try:
@@ -184,15 +170,11 @@ class ClassReader(Reader):
     names_pictures = True
 
     def __init__(self, path: Path, wanted: Columns, templates: Sequence[str] | None) -> None:
-        self.path, self.templates = path, ClassTemplates(templates)
+        self.templates = ClassTemplates(templates)
         self.classes = self.templates.zero_shot
-        listed = list_pictures(path)
+        listed = self._find_pictures(path)
         self.files = []
-        self.pictures = listed.pictures
-        require_pictures(path, self.pictures, notes_of({"": listed}))
-        names = [str(file.relative_to(path)) for file in self.pictures]
-        self.splits = FolderSplits(names, split_above(path))
-        levels = class_levels(self.splits(name)[0] for name in names)
+        levels = class_levels(self.splits(name)[0] for name in self.names)
         if levels is None:
             raise UserError(
                 f"{path} has no pictures of two classes or more, each in a folder "
@@ -204,8 +186,7 @@ class ClassReader(Reader):
                 f"{path} holds folders of classes and no column {wanted.source!r}: sort the pictures into SOURCE/CLASS/PICTURE "
                 f"(folders of splits are no sources) and give --source-column {FOLDER_COLUMN}, which makes each SOURCE a source"
             )
-        self.total = len(self.pictures)
-        labels = sorted({self._class(name) for name in names}, key=class_order)
+        labels = sorted({self._class(name) for name in self.names}, key=class_order)
         names_given = names_beside(path, labels)
         classes = class_words(labels, names_given, path, NAME_THEM, numbers=templates is not None)
         self.words = dict(zip(labels, classes, strict=True))
@@ -221,8 +202,7 @@ class ClassReader(Reader):
             )
 
     def rows(self) -> Iterator[Row]:
-        for file in self.pictures:
-            name = str(file.relative_to(self.path))
+        for file, name in zip(self.pictures, self.names, strict=True):
             inside, split = self.splits(name)
             label = self.words[self._class(name)]
             captions = self.templates.of(label)

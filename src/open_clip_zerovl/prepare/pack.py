@@ -99,7 +99,12 @@ def write_split(
     shards = -(-count // shard_size)
     bounds = [number * count // shards for number in range(shards + 1)]
     claim = {"format": _FORMAT, "dataset": source, "split": split, "settings": settings}
-    claim["made_from"] = {**made_from, "samples": _digest(store, source, split)}
+    # all samples in their order: keys, captions, names of files, classes
+    samples = digest_of_all(
+        [stored.key, captions, stored.name, label]
+        for stored, captions, label in store.pairs(source, split)
+    )
+    claim["made_from"] = {**made_from, "samples": samples}
     _begin_split(here, json.loads(json.dumps(claim)))
     pairs = store.pairs(source, split)
 
@@ -182,14 +187,6 @@ def _begin_split(folder: Path, claim: dict[str, Any]) -> None:
         _write_manifest(folder, claim)
 
 
-def _digest(store: PairDatabase, source: str, split: str) -> str:
-    """Hash all samples in their order: keys, captions, names of files, classes."""
-    pairs = store.pairs(source, split)
-    return digest_of_all(
-        [stored.key, captions, stored.name, label] for stored, captions, label in pairs
-    )
-
-
 PACK_FILE = "pack.json"
 REPORT_FILE = "report.json"
 #: Folder of the spool and the store; removed when all is done.
@@ -237,7 +234,12 @@ def pack(
     ]
     if settings.templates and not any(reader.classes for reader in readers):
         raise UserError("--template needs a folder of classes (CLASS/PICTURE), and no input is one")
-    _refuse_inside(out, readers)
+    target = out.absolute()
+    for reader in readers:  # a later call would pack its own output
+        if reader.path.is_dir() and reader.path in (target, *target.parents):
+            raise UserError(
+                f"{out} lies in {reader.path}, which is read: give a folder elsewhere with --out"
+            )
     made_from = [
         {
             "name": name,
@@ -371,16 +373,6 @@ def announced(words: str, progress: bool) -> Iterator[None]:
         timer.cancel()
 
 
-def _refuse_inside(out: Path, readers: Sequence[Reader]) -> None:
-    """Refuse an output in a folder that is read: a later call would pack its own output."""
-    target = out.absolute()
-    for reader in readers:
-        if reader.path.is_dir() and (target == reader.path or reader.path in target.parents):
-            raise UserError(
-                f"{out} lies in {reader.path}, which is read: give a folder elsewhere with --out"
-            )
-
-
 def content_of_input(reader: Reader, pictures: Iterable[str] = ()) -> list[str | None]:
     """Name the files of an input, and digest those that rows are read from and some pictures: a copy has the same content."""
     files = [*map(str, reader.files), *pictures]
@@ -402,17 +394,15 @@ def _begin(out: Path, state: dict[str, Any]) -> bool:
 
     def restart(stored: dict[str, Any]) -> bool:
         """Return whether no shard is written yet, and no picture was read with other settings."""
-        same_pictures = _early(stored) == _early(json.loads(json.dumps(state)))
+        before, now = (
+            {name: value for name, value in each.items() if name not in _LATE}
+            for each in (stored, json.loads(json.dumps(state)))
+        )
         spool = out / SCRATCH / SPOOL
-        useful = same_pictures or not (spool.is_file() and spool.stat().st_size)
+        useful = before == now or not (spool.is_file() and spool.stat().st_size)
         return not complete and useful and not any(out.rglob(MANIFEST_FILE))
 
     return claim(out / PACK_FILE, state, restart=restart) is not None and complete
-
-
-def _early(state: dict[str, Any]) -> dict[str, Any]:
-    """Select the part of a state that decides how pictures are read."""
-    return {name: value for name, value in state.items() if name not in _LATE}
 
 
 def _nothing(store: PairDatabase, readers: Sequence[Reader]) -> str:

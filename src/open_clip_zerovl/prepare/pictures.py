@@ -79,7 +79,10 @@ def encode_picture(content: bytes, encoding: Encoding) -> Picture:
     """
 
     def use(image: Image.Image) -> Picture:
-        _check_size(image, encoding)
+        if min(image.size) < encoding.min_side_px:
+            raise BadPicture("picture too small", "")
+        if image.width * image.height > encoding.max_pixels:
+            raise BadPicture("picture too large", "")
         turned = orientation_of(image) != 1
         picture = as_shown(image)
         alike = stock_reads_alike(image, picture)
@@ -98,8 +101,11 @@ def encode_picture(content: bytes, encoding: Encoding) -> Picture:
             "shrunk": int(shrunk),
             "whitened": int(whitened and extension is None),
         }
-        stored = content if extension else _jpeg(smaller, encoding)
-        return Picture(extension or "jpg", stored, about)
+        if extension:
+            return Picture(extension, content, about)
+        jpeg = io.BytesIO()
+        smaller.save(jpeg, "JPEG", quality=encoding.quality)
+        return Picture("jpg", jpeg.getvalue(), about)
 
     try:
         with warnings.catch_warnings():
@@ -114,14 +120,6 @@ def encode_picture(content: bytes, encoding: Encoding) -> Picture:
         raise Failure(_REASONS.get(error.reason, error.reason)) from error
 
 
-def _check_size(image: Image.Image, encoding: Encoding) -> None:
-    width, height = image.size
-    if min(width, height) < encoding.min_side_px:
-        raise BadPicture("picture too small", "")
-    if width * height > encoding.max_pixels:
-        raise BadPicture("picture too large", "")
-
-
 def _shrunk(picture: Image.Image, encoding: Encoding) -> Image.Image:
     """Shrink a picture to both limits."""
     scale = 1.0
@@ -134,12 +132,6 @@ def _shrunk(picture: Image.Image, encoding: Encoding) -> Image.Image:
     least = 1 if encoding.longer_side_px is not None else encoding.shorter_side_px or 1
     size = (max(least, round(picture.size[0] * scale)), max(least, round(picture.size[1] * scale)))
     return picture.resize(size, Image.Resampling.LANCZOS)
-
-
-def _jpeg(picture: Image.Image, encoding: Encoding) -> bytes:
-    stored = io.BytesIO()
-    picture.save(stored, "JPEG", quality=encoding.quality)
-    return stored.getvalue()
 
 
 _PIECE_BYTES = 1 << 16

@@ -17,7 +17,14 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.splits import FolderSplits, by_file_name, split_above
 from open_clip_zerovl.prepare.pictures import Failure
-from open_clip_zerovl.shards.pictures import LARGEST_PICTURE_BYTES, BadFile, read_foreign
+from open_clip_zerovl.shards.pictures import (
+    LARGEST_PICTURE_BYTES,
+    BadFile,
+    Listing,
+    list_pictures,
+    notes_of,
+    read_foreign,
+)
 
 ADDRESS = ("http://", "https://")
 
@@ -62,7 +69,7 @@ class Reader(ABC):
         form: its name in messages.
         columns: the columns that are read, in words. "" if there are none.
         files: the files that rows are read from.
-        pictures: the files of pictures of a folder, each of them a row.
+        pictures: the files of pictures of a folder, each of them a row, and `names` within it.
         names_pictures: whether rows name pictures by paths or addresses, rather than places in `files`.
         total: number of rows. None if counting would take long.
         notes: oddities of rows that are read nevertheless, in words. Known once they are read.
@@ -76,6 +83,7 @@ class Reader(ABC):
     columns: str = ""
     files: list[Path]
     pictures: Sequence[Path] = ()
+    names: Sequence[str] = ()
     names_pictures: bool = False
     total: int | None = None
     notes: Sequence[str] = ()
@@ -99,6 +107,21 @@ class Reader(ABC):
                 return
             if row.place:
                 yield row.place
+
+    def _find_pictures(self, path: Path) -> Listing:
+        """Take a folder for the input, with the pictures in it and below it.
+
+        Raises:
+            UserError: it holds none, but perhaps links that lead out of it.
+        """
+        listed = list_pictures(path)
+        self.path, self.pictures, self.total = path, listed.pictures, len(listed.pictures)
+        if not self.pictures:
+            notes = "; ".join(notes_of({"": listed})) or "add pictures"
+            raise UserError(f"{path} holds no picture that is read; {notes}")
+        self.names = [str(file.relative_to(path)) for file in self.pictures]
+        self.splits = FolderSplits(self.names, split_above(path))
+        return listed
 
     def _splits_of_files(self) -> FolderSplits:
         """Find the splits of an input whose files hold many pairs each."""
