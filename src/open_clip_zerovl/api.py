@@ -30,6 +30,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import SEED, Range, at_least, command, flag, words_of
 from open_clip_zerovl.core.processes import follow_training, take_gpus
 from open_clip_zerovl.core.releases import load_open_clip
+from open_clip_zerovl.doctor import doctor as doctor
 from open_clip_zerovl.evaluate.settings import (
     CurveFlags,
     RetrievalFiles,

@@ -75,20 +75,8 @@ def become_training(words: Sequence[str]) -> NoReturn:
     os.execv(command[0], command)
 
 
-def become_plan(words: Sequence[str]) -> NoReturn:
-    """Put a training in this process's place that takes two steps and prints what the whole run takes.
-
-    Args:
-        words: those of `zerovl train`.
-    """
-    become_training(["--plan", *(word for word in words if word != "--")])
-
-
-# their flags are those of training, for which they have parsers of their own
-TAKE_WORDS: dict[str, Callable[[Sequence[str]], Any]] = {
-    "train": become_training,
-    "plan": become_plan,
-}
+# their flags are those of training, which has a parser of its own
+TAKE_WORDS = ("train", "plan")
 ALL = [name for group in COMMANDS.values() for name in group]
 
 
@@ -104,8 +92,9 @@ def run_command(words: Sequence[str]) -> Any:
     """Run the command that a line begins with, and return its exit status or its result."""
     name, rest = find_command([word for word in words if word != DEBUG])
     if name in TAKE_WORDS:
-        # --debug is a flag of open_clip's training program, too.
-        return TAKE_WORDS[name](rest + [DEBUG] * (DEBUG in words))
+        rest += [DEBUG] * (DEBUG in words)  # a flag of open_clip's training program, too
+        plan = ["--plan", *(word for word in rest if word != "--")]
+        become_training(plan if name == "plan" else rest)
     parser = parser_of(name)
     parsed = parser.parse_args(rest)
     if name in SILENT and "torch" not in sys.modules:
@@ -121,10 +110,8 @@ def run_command(words: Sequence[str]) -> Any:
 def function_of(name: str) -> Callable[..., Any]:
     """Import the function of a command."""
     from open_clip_zerovl import api
-    from open_clip_zerovl.doctor import doctor
 
-    word = name.split()[-1].replace("-", "_")
-    return doctor if name == "doctor" else getattr(api, word)
+    return getattr(api, name.split()[-1].replace("-", "_"))
 
 
 def parser_of(name: str) -> Parser:
@@ -167,18 +154,17 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
         SystemExit: after the list of commands or the version, where these were asked for.
         UserError: there is no such command.
     """
-    first, second = [*words[:2], "", ""][:2]
-    if first == "--version":
+    if words[:1] == ["--version"]:
         print(f"open_clip_zerovl {__version__}")
         raise SystemExit(0)
-    prefix = "data " if first == "data" else ""
-    word = second if prefix else first
+    prefix = "data " if words[:1] == ["data"] else ""
+    rest = list(words[1:] if prefix else words)
+    word = rest.pop(0) if rest else ""
     if word in ("-h", "--help"):
         print(command_list(prefix))
         raise SystemExit(0)
-    name = prefix + word
-    if name in ALL:
-        return name, list(words[2 if prefix else 1 :])
+    if prefix + word in ALL:
+        return prefix + word, rest
     listed = f"`{f'zerovl {prefix}'.strip()} --help` lists the commands"
     if not word or word.startswith("-"):
         clause = f", and {word} is not one" if word else ""
@@ -193,20 +179,16 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def command_list(prefix: str = "") -> str:
     """Write the text of `zerovl --help`, or of the commands that begin with a prefix."""
+    command = f"zerovl {prefix}COMMAND"
     lines = [
-        f"usage: zerovl {prefix}COMMAND ... | zerovl {prefix}COMMAND --help | zerovl --version",
+        f"usage: {command} ... | {command} --help | zerovl --version",
         "",
-    ]
-    lines += [
-        "open_clip training with the ZeroVL recipe, and data, evaluation and export around it."
+        "open_clip training with the ZeroVL recipe, and data, evaluation and export around it.",
     ]
     for title, group in COMMANDS.items():
         shown = {name: line for name, line in group.items() if name.startswith(prefix)}
-        lines += (
-            ["", f"{title}:", *(f"  {name:14}{line}" for name, line in shown.items())]
-            if shown
-            else []
-        )
+        if shown:
+            lines += ["", f"{title}:", *(f"  {name:14}{line}" for name, line in shown.items())]
     return "\n".join(lines)
 
 

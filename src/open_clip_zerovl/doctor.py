@@ -117,8 +117,7 @@ def devices() -> list[str]:
         import torch
     except ImportError:  # which the check of the CPU shows
         return ["cpu"]
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return ["cpu", *(f"cuda:{index}" for index in range(gpus))]
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
 
 
 def step_on(name: str) -> Seen:
@@ -156,16 +155,15 @@ def dga_error(device: Any) -> float:
     model = CLIP(32, vision, text, output_dict=True).to(device)
     images = torch.randn(16, 3, 32, 32).to(device)
     texts = torch.randint(1, 64, (16, 8)).to(device)
+    parameters = list(model.parameters())
     loss = ContrastiveLoss()
-    loss(**model(images, texts)).backward()
-    expected = {name: each.grad.clone() for name, each in model.named_parameters()}
-    model.zero_grad()
+    expected = torch.autograd.grad(loss(**model(images, texts)), parameters)
     dga = DecoupledGradientAccumulation(model, loss, retain=1)
     dga.backward(list(zip(images.split(4), texts.split(4), strict=True)))
-    floor = 1e-6 * float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+    floor = 1e-6 * torch.stack([gradient.norm() for gradient in expected]).norm()
     return max(
-        float((each.grad - expected[name]).norm()) / max(float(expected[name].norm()), floor)
-        for name, each in model.named_parameters()
+        float((each.grad - gradient).norm() / gradient.norm().maximum(floor))
+        for each, gradient in zip(parameters, expected, strict=True)
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -143,10 +142,7 @@ class Run(_HoldsModel):
         """Read epoch -> its metrics (retrieval, zero-shot), {} if nothing was evaluated."""
         from open_clip_zerovl.checkpoints.card import read_results
 
-        file = self.folder / "checkpoints" / "results.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        epochs = sorted({json.loads(line)["epoch"] for line in lines if line.strip()})
-        return {epoch: read_results(file, epoch) for epoch in epochs}
+        return dict(sorted(read_results(self.folder / "checkpoints" / "results.jsonl").items()))
 
     @property
     def curve(self) -> list[tuple[float, float]]:

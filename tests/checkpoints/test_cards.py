@@ -10,13 +10,14 @@ import pytest
 from huggingface_hub import ModelCard as HubCard
 
 from open_clip_zerovl.align.request import Recipe
-from open_clip_zerovl.checkpoints.card import _ELSEWHERE, ModelCard, folder_card, run_facts
+from open_clip_zerovl.checkpoints.card import _ELSEWHERE, ModelCard, folder_card
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import ModelSpec
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.releases import OPENCLIP_V4, line_here
 from open_clip_zerovl.recipe.flags import RecipeConfig
+from open_clip_zerovl.results import Run
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
 from training.params import open_clip_parser
 
@@ -103,33 +104,29 @@ def checkpoint(tmp_path) -> Path:
         f"shop_{way}_R@{k}": 0.15 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
     }
     row = {"epoch": 1, **recalls, "shop_rsum": 90.0, "pets_top1": 0.5, "num_samples": 8}
-    (checkpoint.parent / "results.jsonl").write_text(json.dumps(row) + "\n")
+    of_open_clip = {"imagenet-zeroshot-val-top1": 0.3}  # its zero-shot metrics alone have no epoch
+    lines = "".join(json.dumps(line) + "\n" for line in (row, of_open_clip))
+    (checkpoint.parent / "results.jsonl").write_text(lines)
     return checkpoint
 
 
-def test_the_runs_record_gives_flags_sizes_and_chance(checkpoint, tmp_path):
-    card = (export_local_dir(checkpoint, tmp_path / "export") / "README.md").read_text()
-    assert "- `--siglip`: True" in card and "- `--ablate`: ('no-replay',)" in card
-    assert "- `--init-from`: start.pt" in card and "/secret" not in card
-    assert "- a, 12,345 samples\n- b, 7 samples" in card
-    assert "| shop | text to image R@5 in % | 15.0 |" in card
-    assert "| shop | RSUM of 600 (chance 16.5) | 90.0 |" in card
-    assert "| pets | top1 in % (chance 10.0) | 50.0 |" in card
-    assert run_facts(checkpoint)["given"]["lr"] == "0.001"
-    assert "num_samples" not in card  # no score
-
-
-def test_the_hub_reads_base_models_data_sets_and_scores_with_chance(checkpoint, tmp_path):
-    """By the hub's own reader; a later export and a model between two keep what the weights stand on."""
-    folder = export_local_dir(checkpoint, tmp_path / "export")
-    card = HubCard.load(folder / "README.md").data
+def test_the_card_of_a_run_and_what_the_hub_reads_of_it(checkpoint, tmp_path):
+    """Flags, sizes and chance are the record's; a later export and a model between two keep what the weights stand on."""
+    file = export_local_dir(checkpoint, tmp_path / "export") / "README.md"
+    told = "`--siglip`: True|`--ablate`: ('no-replay',)|`--init-from`: start.pt|a, 12,345 samples|b, 7 samples"
+    text = file.read_text()
+    assert [line for line in told.split("|") if f"\n- {line}\n" not in text] == []
+    assert "| shop | text to image R@5 in % | 15.0 |" in text
+    assert "| pets | top1 in % (chance 10.0) | 50.0 |" in text
+    assert "/secret" not in text and "num_samples" not in text  # a path, no score
+    assert Run(tmp_path / "run").scores.keys() == {1}
+    card = HubCard.load(file).data
     scores = {(one.dataset_name, one.metric_type): one for one in card.eval_results}
     assert card.base_model is None and card.model_name == "carded"
     assert scores["shop", "rsum"].metric_value == 90.0
     assert scores["shop", "rsum"].metric_name == "RSUM of 600 (chance 16.5)"
     assert scores["shop", "image_to_text_recall_at_1"].metric_value == 15.0
     assert scores["pets", "top1"].metric_value == 50.0 and len(scores) == 8
-    assert scores["pets", "top1"].metric_name == "top1 in % (chance 10.0)"
     params = {"model": "ViT-B-32", "pretrained": "laion2b_s34b_b79k", "name": "yes: a 'name'"}
     params["train_data"] = "a=hf://datasets/me/pairs/{0..3}.tar::b=/secret/b"
     encoders = [

@@ -105,8 +105,3 @@ def test_a_folder_that_lost_its_towers_config_is_refused(home, tmp_path):
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match=r"has no config.json of its text tower, which is not in"):
         load_model(folder)
-
-
-def test_export_without_a_folder_to_write_is_refused(capsys):
-    assert main(["export", "x.pt"]) == 2
-    assert "a folder to write is missing" in capsys.readouterr().err

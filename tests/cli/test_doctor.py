@@ -103,15 +103,6 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     assert "differs from one graph's" in (problem_of("cpu") or "")
 
 
-def test_a_check_that_fails_does_not_end_the_other_checks(monkeypatch):
-    monkeypatch.setattr(doctor, "dga_error", lambda device: 1 / 0)
-    monkeypatch.setattr(doctor, "version", lambda requirement: 1 / 0)
-    findings = {topic: problem for topic, _, problem in doctor.examine()}
-    for topic in ("cpu", "torch"):
-        assert "ZeroDivisionError" in (findings[topic] or "")
-    assert findings["open files"] is None or "ulimit" in findings["open files"]
-
-
 @pytest.mark.parametrize("gone", ["packaging", "torch"])
 def test_without_a_package_that_it_needs(monkeypatch, capsys, gone):
     """An entry of None in sys.modules makes Python report that the module cannot be found."""
@@ -120,7 +111,7 @@ def test_without_a_package_that_it_needs(monkeypatch, capsys, gone):
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert f"import of {gone}" in out and "install open_clip_zerovl again" in out
-    assert "open files" in out
+    assert "open files" in out  # a check that fails does not end the others
 
 
 def test_a_driver_without_a_gpu_that_torch_sees(monkeypatch):

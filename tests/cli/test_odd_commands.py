@@ -143,8 +143,10 @@ ODD = {
     f"{SCORE} --output file/x.json": r"file/x\.json cannot be written",
     f"{SCORE} --output full": "No space left on device",
     f"{SCORE} --csv a": r"a cannot be written \(Is a directory\)",
-    f"{SCORE} --gallery file/x.html": r"cannot be written",
-    f"{PROBE} file/x": r"file/x cannot be written",
+    f"{SCORE} --gallery a": "cannot be written",
+    f"{SCORE} --gallery file/x.html": "cannot be written",
+    f"{PROBE} file": "file cannot be written",
+    f"{PROBE} file/x": "file/x cannot be written",
     f"{ZERO} probe --output file/x.json": r"file/x\.json cannot be written",
     f"{ZERO} bombprobe": "too large to decode",
     f"{ZERO} notatar": "not a readable, uncompressed tar|is not a folder of class folders",
@@ -152,6 +154,8 @@ ODD = {
     f"{ZERO} probe --class-names karpathy.json": "does not name the 2 classes",
     f"export run/{EPOCH} file/x": r"cannot be written",
     f"export run/{EPOCH} file": "is not an earlier export",
+    f"export run/{EPOCH}": "a folder to write is missing",
+    f"export run/{EPOCH} out --private": "--private needs --push-to-hub",
     # models
     "retrieval wordylayers --data set": "wordylayers cannot be read .*as an integer.*give a folder",
     "retrieval wordymean --data set": "give mean and std of three numbers",
@@ -203,6 +207,9 @@ ODD = {
 @pytest.mark.parametrize("command", ODD, ids=lambda command: command[:60])
 def test_odd_input_ends_in_a_sentence(home, command, monkeypatch, capsys):
     monkeypatch.chdir(home)
+    if "cannot be written" in ODD[command]:  # is said before the work
+        loading = "open_clip_zerovl.checkpoints.loading.load_model"
+        monkeypatch.setattr(loading, lambda *_, **__: pytest.fail("loaded the model first"))
     try:
         status = main(command.split())
     except SystemExit as stop:  # argparse
@@ -231,24 +238,6 @@ def test_every_flag_has_a_reader(command):
         assert parameter.name in read, parameter.name
         for flag in parameter.flags if parameter.section not in (None, TuningFlags) else ():
             assert re.search(rf"\.{flag.name}\b|\b{flag.name}=", SOURCES), flag.name
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        f"{SCORE} --output file/x",
-        f"{SCORE} --gallery a",
-        f"{PROBE} file",
-        f"{ZERO} probe --output file/x",
-    ],
-)
-def test_an_unwritable_place_is_refused_before_the_work(home, command, monkeypatch, capsys):
-    monkeypatch.chdir(home)
-    monkeypatch.setattr(
-        "open_clip_zerovl.checkpoints.loading.load_model",
-        lambda *_, **__: pytest.fail("loaded the model first"),
-    )
-    assert main(command.split()) == 2 and "cannot be written" in capsys.readouterr().err
 
 
 def test_version_prints_the_release(capsys):

@@ -373,6 +373,12 @@ def transparent(image: Image.Image) -> bytes:
     return encoded(layer)
 
 
+def with_large_text(image: Image.Image) -> bytes:
+    about = PngImagePlugin.PngInfo()
+    about.add_text("settings", "x" * (3 << 20), zip=True)
+    return encoded(image, "PNG", pnginfo=about)
+
+
 GREY = {"a 16-bit PNG", "a TIFF of 32-bit integers", "one of 16-bit integers", "grey"}
 PICTURES = {
     "the control": ("jpg", lambda image: encoded(image, "JPEG", quality=95)),
@@ -393,6 +399,7 @@ PICTURES = {
     "grey": ("jpg", lambda image: encoded(image.convert("L"), "JPEG", quality=95)),
     "CMYK": ("jpeg", lambda image: encoded(image.convert("CMYK"), "JPEG", quality=95)),
     "a transparent PNG": ("png", transparent),
+    "a PNG with a large text": ("png", with_large_text),
     "a palette": ("png", lambda image: encoded(image.quantize(64))),
     "a GIF": ("gif", lambda image: encoded(image, "GIF")),
     "an animated GIF": ("gif", lambda image: animated(image, "GIF")),
@@ -826,15 +833,6 @@ def test_base64_is_named_in_a_short_sentence(tmp_path, cell, size):
     with pytest.raises(UserError, match=f"a text of {size} characters .*base64") as error:
         packing(table, tmp_path / "out")
     assert len(str(error.value)) < 400
-
-
-def test_a_picture_with_a_large_text_chunk_is_a_picture(tmp_path):
-    about = PngImagePlugin.PngInfo()
-    about.add_text("settings", "x" * (3 << 20), zip=True)
-    content = encoded(picture(0), "PNG", pnginfo=about)
-    write_tar(tmp_path / "in/0.tar", [("0.png", content), ("0.txt", b"a dog")])
-    for door in ("pack", "train", "retrieval"):
-        assert DOORS[door](str(tmp_path / "in")) == {"a dog": look(picture(0))}
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):

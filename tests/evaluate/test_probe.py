@@ -96,18 +96,6 @@ def test_the_middle_of_equally_good_cs_is_taken():
     assert set(fit.split_accuracy.values()) == {1.0} and 1e-3 < fit.chosen_c < 10
 
 
-def test_folder_of_classes(tmp_path: Path):
-    images = open_probe_set(write_folder(tmp_path / "a", colour_set(6)), "train")
-    assert images.labels == ["blue", "blue", "green", "green", "red", "red"]
-    assert images.image(5).getpixel((0, 0))[0] > 150
-    assert class_list(images, images) == ["blue", "green", "red"]
-    with pytest.raises(UserError, match="not a folder of class folders"):
-        (tmp_path / "empty").mkdir()
-        open_probe_set(tmp_path / "empty", "train")
-    with pytest.raises(UserError, match="does not exist"):
-        open_probe_set(tmp_path / "nowhere", "train")
-
-
 def test_shards_with_numbers_and_with_json(tmp_path: Path):
     for shard, numbers in enumerate(([10, 2], [2, 0])):
         members = []
@@ -118,44 +106,35 @@ def test_shards_with_numbers_and_with_json(tmp_path: Path):
     (tmp_path / "set" / "classnames.txt").write_text("zero\none\ntwo\n")
     images = open_probe_set(f"{tmp_path}/set/train/{{0..1}}.tar", "train")
     assert images.labels == ["10", "2", "2", "0"] and class_list(images, images) == ["0", "2", "10"]
-    assert [images.image(i).getpixel((0, 0))[0] for i in range(4)] == [
-        200,
-        40,
-        40,
-        0,
-    ] and images.names["2"] == "two"
-    assert open_probe_set(tmp_path / "set" / "train", "test", label="json:group").labels == [
-        "g10",
-        "g2",
-        "g2",
-        "g0",
-    ]
-    for label, reason in (
-        ("json:class", "field 'class'"),
-        ("json:list", "is a word"),
-        ("txt", "has no .txt; if the class is elsewhere"),
-    ):
-        with pytest.raises(UserError, match=reason):
-            open_probe_set(tmp_path / "set" / "train", "train", label=label)
-    write_tar(tmp_path / "bare" / "0.tar", [("a.png", png((0, 0, 0)))])
-    with pytest.raises(UserError, match="'a' has no .cls"):
-        open_probe_set(tmp_path / "bare", "train")
+    reds = [images.image(i).getpixel((0, 0))[0] for i in range(4)]
+    assert reds == [200, 40, 40, 0] and images.names["2"] == "two"
+    grouped = open_probe_set(tmp_path / "set" / "train", "test", label="json:group")
+    assert grouped.labels == ["g10", "g2", "g2", "g0"]
 
 
-def test_classes_that_do_not_fit_and_broken_images(tmp_path: Path):
+def test_classes_that_do_not_fit_and_what_cannot_be_read(tmp_path: Path):
     three, two = colour_set(6), drawn("two", ["red", "green"], colour_set(2).read)
     assert class_list(three, two) == ["blue", "green", "red"]
-    with pytest.raises(UserError, match="first 'blue'"):
-        class_list(two, three)
-    with pytest.raises(UserError, match="one class 'red'"):
-        class_list(drawn("one", ["red"], two.read), two)
-    write_tar(
-        tmp_path / "0.tar",
-        [("a.png", b"no picture"), ("a.cls", b"0"), ("b.png", png((0, 0, 0))), ("b.cls", b"1")],
-    )
-    broken = open_probe_set(tmp_path, "train")
-    with pytest.raises(UserError, match="the image of sample 'a' cannot be read"):
-        picture_features(probed_model(MeanColour(), ToTensor()), broken, None, batch_size=2)
+    members = [("a.png", b"x"), ("a.cls", b"0"), ("a.json", b'{"list": []}')]
+    write_tar(tmp_path / "0.tar", [*members, ("b.png", png((0, 0, 0))), ("b.cls", b"1")])
+    write_tar(tmp_path / "bare" / "0.tar", members[:1])
+    probed = probed_model(MeanColour(), ToTensor())
+    for words, refused in {
+        "first 'blue'": lambda: class_list(two, three),
+        "one class 'red'": lambda: class_list(drawn("one", ["red"], two.read), two),
+        "does not exist": lambda: open_probe_set(tmp_path / "nowhere", "train"),
+        "'a' has no .cls": lambda: open_probe_set(tmp_path / "bare", "train"),
+        "field 'class'": lambda: open_probe_set(tmp_path, "train", label="json:class"),
+        "is a word": lambda: open_probe_set(tmp_path, "train", label="json:list"),
+        "no .txt; if the class is elsewhere": lambda: open_probe_set(
+            tmp_path, "train", label="txt"
+        ),
+        "the image of sample 'a' cannot be read": lambda: picture_features(
+            probed, open_probe_set(tmp_path, "train"), None, batch_size=2
+        ),
+    }.items():
+        with pytest.raises(UserError, match=words):
+            refused()
 
 
 def test_the_command(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixture[str]):

@@ -55,11 +55,10 @@ from open_clip_zerovl.data.splits import (
 from open_clip_zerovl.evaluate.metrics import (
     DIRECTIONS,
     Measure,
-    hit_probabilities,
     interval,
-    mean_over,
     recall_bounds,
     resampled,
+    rsum_over_pictures,
 )
 from open_clip_zerovl.evaluate.retrieval import GallerySet, gallery_of
 from open_clip_zerovl.features.embed import FeatureStore
@@ -74,7 +73,6 @@ from open_clip_zerovl.report.pages import (
     write_page,
 )
 from open_clip_zerovl.report.tables import duration, text_table
-from open_clip_zerovl.report.verdicts import RECALL_KS
 from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.urls import local_path
 
@@ -120,10 +118,8 @@ class Pairing:
 
     def measure(self) -> Measure:
         """Take the RSUM as a measure over held-out pictures, with which their captions are drawn."""
-        held, ranks = self.task.pairs.held_out, self.outcome.ranks
-        units = (torch.arange(len(held.images)), torch.from_numpy(held.text_to_image))
-        hits = [hit_probabilities(ranks[way], RECALL_KS).sum(dim=0) for way in DIRECTIONS]
-        return mean_over(list(zip(units, hits, strict=True)), len(held.images), 100.0)
+        links = torch.from_numpy(self.task.pairs.held_out.text_to_image)
+        return rsum_over_pictures(self.outcome.ranks, links)
 
     def row(self) -> dict[str, str]:
         """Return the cells of a table by their columns."""

@@ -18,7 +18,6 @@ from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, check_destination, write_local_dir
 from open_clip_zerovl.checkpoints.loading import ModelSpec, load_model
 from open_clip_zerovl.checkpoints.transformers_folder import (
-    Opened,
     is_transformers_folder,
     whole_model,
     write_transformers,
@@ -96,7 +95,7 @@ def export_aligned(
             base_models=encoders,
             library="transformers",
         )
-        return write_transformers(Opened(model, text.tokenizer, spec, {}), out, card)
+        return write_transformers(model, text.tokenizer, out, card)
     state = {name: value.detach().cpu() for name, value in heads.state_dict().items()}
     weights: dict[str, Tensor] = {"logit_scale": state["logit_scale"]}
     cfgs = []

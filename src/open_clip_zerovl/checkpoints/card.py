@@ -265,7 +265,7 @@ def run_card(
     metrics = {}
     if epoch is not None:
         file = checkpoint.parent / "results.jsonl"
-        metrics = {**read_results(file, epoch), **_chances(checkpoint, epoch)}
+        metrics = read_results(file).get(epoch, {}) | _chances(checkpoint, epoch)
     when = f"after epoch {epoch}" + (f" of {params['epochs']}" if params.get("epochs") else "")
     origin = f"An open_clip training checkpoint{f', {when}' if epoch is not None else ''}."
     card = ModelCard(spec, weights, origin, **facts, metrics=metrics, **options)
@@ -276,12 +276,10 @@ def run_card(
 
 def run_facts(checkpoint: Path) -> dict[str, Any]:
     """Read `params`, `given` and `sizes` of a card from the `params.txt` and the record of a checkpoint's run."""
-    params, record = read_params(checkpoint), _record_of(checkpoint)
-    if not record.get("start"):
-        return {"params": params}
-    begin = record["start"][-1]
-    settings, sources = begin.get("settings") or {}, begin.get("sources") or {}
-    return {"params": {**settings, **params}, "given": settings, "sizes": sources}
+    begin = [{}, *_record_of(checkpoint).get("start", [])][-1]
+    settings = begin.get("settings")
+    params = (settings or {}) | read_params(checkpoint)
+    return {"params": params, "given": settings, "sizes": begin.get("sources") or {}}
 
 
 def _record_of(checkpoint: Path) -> dict[str, list[dict[str, Any]]]:
@@ -321,28 +319,27 @@ def folder_card(
     )
 
 
-def read_results(file: Path, epoch: int) -> dict[str, float]:
-    """Read the metrics of an epoch in a run's results.
+def read_results(file: Path) -> dict[int, dict[str, float]]:
+    """Read epoch -> its metrics from a run's results.
 
     Of two with the same name the later.
 
     Returns:
         {} without a file.
     """
-    metrics: dict[str, float] = {}
-    if not file.is_file():
-        return metrics
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    results: dict[int, dict[str, float]] = {}
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         with reading(file, f"mend or remove line {number}"):
             row = json.loads(line)
-        if isinstance(row, dict) and row.pop("epoch", None) == epoch:
-            row.pop("num_samples", None)
-            metrics |= {
-                name: value for name, value in row.items() if isinstance(value, (int, float))
-            }
-    return metrics
+            epoch = row.pop("epoch", None)  # absent where open_clip has only its zero-shot metrics
+        scores = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+        scores.pop("num_samples", None)
+        if epoch is not None:
+            results.setdefault(epoch, {}).update(scores)
+    return results
 
 
 def _public(name: str) -> str:

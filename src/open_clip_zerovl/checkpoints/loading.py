@@ -253,14 +253,21 @@ def first_difference(
     Returns:
         None if in none.
     """
-    left, right = (dict(_entries(config, ignored)) for config in (first, second))
-    for key in sorted(left.keys() | right.keys()):
-        a, b = left.get(key), right.get(key)
-        # an absent switch is one that is off
-        off = all(value is None or value is False for value in (a, b))
-        if a != b and not off:
+    for key in sorted((first.keys() | second.keys()) - ignored):
+        a, b = (_as_read(config.get(key)) for config in (first, second))
+        # an absent switch is one that is off, and an absent part one whose switches are
+        if all(each is None or each is False or isinstance(each, Mapping) for each in (a, b)):
+            inner = first_difference(a or {}, b or {}, ignored)
+            if inner is not None:
+                return f"{key}.{inner[0]}", *inner[1:]
+        elif a != b:
             return key, _shown(a), _shown(b)
     return None
+
+
+def _as_read(value: Any) -> Any:
+    """Convert a tuple to the list that JSON makes of it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def tower_difference(
@@ -295,21 +302,6 @@ def tower_config(model_cfg: Mapping[str, Any], tower: str) -> dict[str, Any]:
     return (
         {part: settings} if foreign else {part: settings, "quick_gelu": model_cfg.get("quick_gelu")}
     )
-
-
-def _entries(
-    config: Mapping[str, Any], ignored: frozenset[str], prefix: str = ""
-) -> list[tuple[str, Any]]:
-    """List the entries of a nested config under dotted names."""
-    entries: list[tuple[str, Any]] = []
-    for key, value in config.items():
-        if key in ignored:
-            continue
-        if isinstance(value, Mapping):
-            entries += _entries(value, ignored, f"{prefix}{key}.")
-        else:
-            entries.append((prefix + str(key), list(value) if isinstance(value, tuple) else value))
-    return entries
 
 
 def _shown(value: Any) -> str:

@@ -22,13 +22,12 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from open_clip.tokenizer import SimpleTokenizer
 from PIL import Image
 from torch import Tensor
 
@@ -42,16 +41,8 @@ from open_clip_zerovl.checkpoints.export import (
     save_weights,
     stored_as,
 )
-from open_clip_zerovl.checkpoints.loading import (
-    ModelSpec,
-    assemble,
-    evaluation_transform,
-    load_model,
-    read_model_spec,
-    spec_of,
-)
+from open_clip_zerovl.checkpoints.loading import evaluation_transform, load_model, spec_of
 from open_clip_zerovl.checkpoints.transformers_towers import image_tower, refuse, text_tower
-from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError, first_line
 from open_clip_zerovl.models.configs import LOCAL_DIR, ClipModel, no_code_from_data
 
@@ -69,16 +60,6 @@ MODEL_TYPES = ("clip", "vision-text-dual-encoder")
 # Entries of a tokenizer's file on the way in which the tokenizer was loaded.
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
 _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A whole model, and the facts of its card."""
-
-    model: ClipModel
-    tokenizer: HFTokenizer | SimpleTokenizer
-    spec: ModelSpec
-    weights: dict[str, Tensor]
 
 
 @no_code_from_data()
@@ -114,28 +95,34 @@ def export_transformers(
         final, force, is_export=is_transformers_folder, kind="export for transformers"
     )
     log.info("reading %s", source)
-    opened = _open(os.fspath(source), model, text_model)
+    given = {"model_name": model, "text_model": text_model}
+    whole, _, tokenizer = load_model(source, **given)
     path = Path(os.fspath(source).removeprefix(LOCAL_DIR)).expanduser()
     card_of = run_card if path.is_file() else folder_card
-    card = card_of(path, opened.spec, opened.weights, library="transformers", licence=licence)
-    return write_transformers(opened, final, card, precision=precision)
+    facts = spec_of(source, **given), whole.state_dict()
+    card = card_of(path, *facts, library="transformers", licence=licence)
+    return write_transformers(whole.float(), tokenizer, final, card, precision=precision)
 
 
 def write_transformers(
-    opened: Opened, final: Path, card: ModelCard, *, precision: str | None = None
+    model: ClipModel, tokenizer: Any, final: Path, card: ModelCard, *, precision: str | None = None
 ) -> Path:
-    """Write the folder of `export_transformers` from a model in memory. UserError as there."""
-    config, tensors, trainable = whole_model(opened.model)
+    """Write the folder of `export_transformers` from a model in memory, in eval mode.
+
+    Raises:
+        UserError: as there.
+    """
+    config, tensors, trainable = whole_model(model)
     log.info("writing %.0f MB of weights", sum(tensor.nbytes for tensor in tensors.values()) / 1e6)
     with new_folder(final) as folder:
-        _save_processor(folder, opened, config.model_type)
+        _save_processor(folder, model, tokenizer, config.model_type)
         config.save_pretrained(folder)
         save_weights(
             {name: stored_as(name, tensor, torch.float32) for name, tensor in tensors.items()},
             folder / WEIGHTS,
         )
         log.info("loading the folder with transformers and comparing embeddings, tokens and pixels")
-        _verify(folder, opened)
+        _verify(folder, model, tokenizer)
         if precision is not None:
             dtype = PRECISIONS[precision]
             save_weights(
@@ -159,18 +146,6 @@ def is_transformers_folder(folder: Path) -> bool:
         (folder / name).is_file() for name in (WEIGHTS, "preprocessor_config.json", CARD_FILE)
     )
     return whole and isinstance(config, dict) and config.get("model_type") in MODEL_TYPES
-
-
-def _open(source: str, model_name: str | None, text_model: str | None) -> Opened:
-    if Path(source).expanduser().is_file():
-        checkpoint = Path(source).expanduser()
-        weights = read_state_dict(checkpoint)
-        spec = read_model_spec(checkpoint, model=model_name, text_model=text_model)
-        model, tokenizer = assemble(checkpoint, spec, weights)
-    else:
-        model, _, tokenizer = load_model(source, model_name=model_name, text_model=text_model)
-        spec, weights = spec_of(source), dict(model.state_dict())
-    return Opened(model.float().eval(), tokenizer, spec, weights)
 
 
 def whole_model(model: ClipModel) -> tuple[Any, dict[str, Tensor], bool]:
@@ -284,11 +259,10 @@ def preprocess_of(processor: Any) -> dict[str, Any]:
     }
 
 
-def _save_processor(folder: Path, opened: Opened, model_type: str) -> None:
+def _save_processor(folder: Path, model: ClipModel, tokenizer: Any, model_type: str) -> None:
     """Save image processor and tokenizer in the files that transformers 4 and 5 read."""
     processor_class = "CLIPProcessor" if model_type == "clip" else "VisionTextDualEncoderProcessor"
-    image_processor(opened.model.visual.preprocess_cfg).save_pretrained(folder)
-    tokenizer = opened.tokenizer
+    image_processor(model.visual.preprocess_cfg).save_pretrained(folder)
     words = (
         _clip_tokenizer()
         if isinstance(tokenizer, SimpleTokenizer)
@@ -329,7 +303,7 @@ def _clip_tokenizer() -> Any:
 # --- the check -------------------------------------------------------------------------------------------------------
 
 
-def _verify(folder: Path, opened: Opened) -> None:
+def _verify(folder: Path, model: ClipModel, tokenizer: Any) -> None:
     """Load the folder with transformers and compare it with the model.
 
     Raises:
@@ -337,8 +311,6 @@ def _verify(folder: Path, opened: Opened) -> None:
     """
     from transformers import AutoModel, AutoProcessor
 
-    model = opened.model
-    tokenizer = opened.tokenizer
     loaded = AutoModel.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
     texts = processor(

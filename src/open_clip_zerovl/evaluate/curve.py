@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -40,11 +40,11 @@ from open_clip_zerovl.checkpoints.loading import (
     first_difference,
 )
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import IndexedSet
 from open_clip_zerovl.data.splits import Identities, list_of_trained, trained_on
 from open_clip_zerovl.evaluate.metrics import DIRECTIONS, RECALL_KS
-from open_clip_zerovl.evaluate.retrieval import RetrievalSettings, score_set
-from open_clip_zerovl.evaluate.settings import CurveFlags
+from open_clip_zerovl.evaluate.retrieval import Loaded, score_set
+from open_clip_zerovl.evaluate.settings import CurveFlags, RetrievalSettings
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet, score_loaded
 from open_clip_zerovl.models.configs import TRAINED_ON, ClipModel
 from open_clip_zerovl.report.pages import (
@@ -57,8 +57,6 @@ from open_clip_zerovl.report.pages import (
 )
 from open_clip_zerovl.report.tables import text_table
 from open_clip_zerovl.report.verdicts import bounds_remarks
-
-_COUNT = "num_batches_tracked"
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,13 @@ class Ends:
         """Compute `weights_between` the two ends."""
         return weights_between(self.before, self.after, alpha)
 
-    def at(self, alpha: float) -> ClipModel:
-        """Load the weights at `alpha` into the model.
+    def at(self, alpha: float) -> Loaded:
+        """Load the weights at `alpha` into the model, and return it with transform, tokenizer and device.
 
         The next call changes it.
         """
         self.model.load_state_dict(self.weights(alpha))
-        return self.model.eval()
+        return self.model.eval(), self.preprocess, self.tokenizer, self.device
 
 
 def open_ends(before: Encoder, after: Encoder) -> Ends:
@@ -100,7 +98,7 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
 
     Raises:
         UserError: a model that cannot be loaded; two of another architecture, transform or tokenizer (the sentence names the
-            first key that differs); weights that are not finite.
+            first key that differs).
     """
     specs = before.spec(), after.spec()
     names = before.model, after.model
@@ -122,7 +120,6 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
         {key: value.cpu().clone() for key, value in each.state_dict().items()}
         for each in (model, other)
     ]
-    check_same_tensors(names, *weights)
     for text in PROBE_TEXTS:
         if not torch.equal(tokenizer([text]), other_tokenizer([text])):
             raise UserError(
@@ -155,28 +152,6 @@ def weights_between(
     return mixed
 
 
-def check_same_tensors(
-    names: tuple[str, str], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> None:
-    """Refuse weights that do not have the same tensors of the same shapes, all finite, with the same integers."""
-    if different := sorted(before.keys() ^ after.keys()):
-        raise UserError(f"{_different(names)} only one has {different[0]}")
-    for key, tensor in before.items():
-        other = after[key]
-        if tensor.shape != other.shape:
-            raise UserError(f"{_different(names)} {key} has two shapes")
-        if tensor.is_floating_point():
-            for name, weights in zip(names, (tensor, other), strict=True):
-                if not bool(weights.isfinite().all()):
-                    raise UserError(f"{key} of {name} is not finite; give an earlier checkpoint")
-        elif not key.endswith(_COUNT) and not torch.equal(tensor, other):
-            raise UserError(f"{_different(names)} the whole numbers in {key} differ")
-
-
-def _different(names: tuple[str, str]) -> str:
-    return f"{names[0]} and {names[1]} are different models:"
-
-
 def _require_same(
     names: tuple[str, str],
     part: str,
@@ -194,11 +169,11 @@ def _require_same(
         )
 
 
-SHORT = {"image_to_text": "I2T", "text_to_image": "T2I"}
-ROWS = {f"{way}_R@{k}": f"{SHORT[way]} R@{k}" for way in DIRECTIONS for k in RECALL_KS} | {
-    "rsum": "RSUM",
-    "rsum_chance": "chance",
-}
+ROWS = {
+    f"{way}_R@{k}": f"{short} R@{k}"
+    for way, short in zip(DIRECTIONS, ("I2T", "T2I"), strict=True)
+    for k in RECALL_KS
+} | {"rsum": "RSUM", "rsum_chance": "chance"}
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -412,7 +387,7 @@ def choose(
         UserError: a rule that needs kept sets, without them.
     """
     rule = rule or ("kept" if kept_sets else "new")
-    require_possible(rule, bool(kept_sets))
+    require_possible(rule, kept_sets, new)
     measures = [
         "zero-shot top-1" if all(name in points[0].accuracies for name in names) else "RSUM"
         for names in (new, kept_sets)
@@ -445,76 +420,41 @@ def choose(
     )
 
 
-def require_possible(rule: str | None, has_kept: bool) -> None:
-    """Refuse a rule that needs kept sets without them."""
-    if rule in ("kept", "mean") and not has_kept:
+def require_possible(
+    rule: str | None, kept_sets: Collection[str], new: Collection[str] = ()
+) -> None:
+    """Refuse a rule that needs kept sets without them, and a set that is both new and kept."""
+    if both := sorted({*new} & {*kept_sets}):
+        raise UserError(f"the set {both[0]} is both new and kept; give it once, or two names")
+    if rule in ("kept", "mean") and not kept_sets:
         raise UserError(
             f"--rule {rule} needs retrieval sets of the ability to keep; give --kept, or --rule new"
         )
 
 
-def in_percent(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Convert the recalls of a result of `run_retrieval` to percent.
-
-    RSUM, its bounds and counts are as they were.
-    """
-    return {key: 100 * value if "_R@" in key else value for key, value in metrics.items()}
-
-
 def recall_table(columns: Mapping[str, Mapping[str, float]]) -> str:
-    """Format recalls and RSUM of several models side by side, as text.
+    """Format recalls in percent and RSUM of several models side by side, as text.
 
     Args:
-        columns: head -> metrics by the names of ROWS, in percent. A metric that a column lacks leaves its cell empty.
+        columns: head -> metrics by the names of ROWS. A metric that a column lacks leaves its cell empty.
     """
     rows = [
-        [label, *(f"{metrics[key]:.1f}" if key in metrics else "" for metrics in columns.values())]
+        [label, *(_cell(key, metrics) for metrics in columns.values())]
         for key, label in ROWS.items()
     ]
     return text_table(["", *columns], rows)
 
 
-@dataclass(frozen=True)
-class CurveSettings(CurveFlags):
-    """Sets to score, and the rule that chooses a point.
-
-    Attributes:
-        new, kept: retrieval sets (form: `parse_retrieval_data`) of the new ability, and of the ability to keep.
-        retrieval: split and captions of all sets.
-
-    Raises:
-        UserError: a rule that needs kept sets, without them.
-    """
-
-    new: str
-    kept: str | None = None
-    retrieval: RetrievalSettings = field(default_factory=RetrievalSettings)
-
-    def __post_init__(self) -> None:
-        require_possible(self.rule, bool(self.kept))
-
-    def open(self) -> tuple[dict[str, IndexedSet], tuple[str, ...], tuple[str, ...]]:
-        """Open all sets by name, with the names of the new ones and of the kept ones.
-
-        Raises:
-            UserError: a name given twice.
-        """
-        new_sets = parse_retrieval_data(self.new)
-        kept_sets = parse_retrieval_data(self.kept) if self.kept else {}
-        both = sorted(new_sets.keys() & kept_sets.keys())
-        if both:
-            raise UserError(f"the set {both[0]} is both new and kept; give it once, or two names")
-        sets = {
-            name: open_retrieval_set(path, self.retrieval.split)
-            for name, path in {**new_sets, **kept_sets}.items()
-        }
-        return sets, tuple(new_sets), tuple(kept_sets)
+def _cell(key: str, metrics: Mapping[str, float]) -> str:
+    return f"{metrics[key] * (100 if '_R@' in key else 1):.1f}" if key in metrics else ""
 
 
 def score_curve(
     ends: Ends,
     encoder: Encoder,
-    settings: CurveSettings,
+    flags: CurveFlags,
+    new: Mapping[str, IndexedSet],
+    kept_sets: Mapping[str, IndexedSet],
     *,
     classes: Mapping[str, LabelledSet] | None = None,
     say: Say | None = None,
@@ -525,19 +465,20 @@ def score_curve(
 
     Args:
         encoder: how many images at once, by how many loader processes.
+        new, kept_sets: retrieval sets of the new ability, and of the ability to keep.
         classes: all new sets as labelled ones, whose zero-shot top-1 then chooses. All kept sets too if they have classes.
         say: is called with a line for each point.
 
     Raises:
-        UserError: sets that cannot be read, and the errors of `score_set`.
+        UserError: sets that cannot choose, and the errors of `score_set`.
     """
-    sets, new_sets, kept_sets = settings.open()
+    require_possible(flags.rule, kept_sets, new)
     points = []
-    for alpha in sorted({0.0, 1.0, *settings.alphas}):
-        loaded = (ends.at(alpha), ends.preprocess, ends.tokenizer, ends.device)
+    for alpha in sorted({0.0, 1.0, *flags.alphas}):
+        loaded = ends.at(alpha)
         metrics: dict[str, Mapping[str, float]] = {}
-        for name, dataset in sets.items():
-            scored = score_set(loaded, name, dataset, settings.retrieval, encoder=encoder)
+        for name, dataset in {**new, **kept_sets}.items():
+            scored = score_set(loaded, name, dataset, RetrievalSettings(), encoder=encoder)
             assert scored is not None  # one process scores
             metrics[name] = scored.metrics
         guessed = {
@@ -551,7 +492,7 @@ def score_curve(
                 f"alpha {alpha:g}: "
                 + ", ".join(f"{name} {point.score(name):.1f}" for name in metrics)
             )
-    return choose(points, new_sets, kept_sets, settings.rule, kept_share=settings.kept_share)
+    return choose(points, [*new], [*kept_sets], flags.rule, kept_share=flags.kept_share)
 
 
 def write_between(

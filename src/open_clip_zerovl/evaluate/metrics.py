@@ -464,6 +464,13 @@ def mean_over(terms: Sequence[tuple[Tensor, Tensor]], units: int, factor: float 
     return Measure(per_unit[:, 0].numpy(), per_unit[:, 1].numpy(), np.full(len(terms), factor))
 
 
+def rsum_over_pictures(ranks: Mapping[str, QueryRanks], text_to_image: Tensor) -> Measure:
+    """Make a measure of the RSUM of one set, whose units are pictures with their captions (T,)."""
+    units = (torch.arange(len(ranks["image_to_text"])), text_to_image)
+    hits = [hit_probabilities(ranks[way], RECALL_KS).sum(dim=0) for way in DIRECTIONS]
+    return mean_over(list(zip(units, hits, strict=True)), len(units[0]), 100.0)
+
+
 def resampled(
     measures: Mapping[str, Measure], draws: int, seed: int
 ) -> dict[str, NDArray[np.float64]]:

@@ -39,15 +39,13 @@ from open_clip_zerovl.data.sets import (
 from open_clip_zerovl.evaluate.metrics import (
     DIRECTIONS,
     RECALL_KS,
-    Measure,
     QueryRanks,
-    hit_probabilities,
     interval,
-    mean_over,
     recall_bounds,
     recalls,
     resampled,
     retrieval_ranks,
+    rsum_over_pictures,
 )
 from open_clip_zerovl.evaluate.settings import RetrievalFiles, RetrievalSettings
 from open_clip_zerovl.features.encoder import FrozenModel, padding_of
@@ -422,24 +420,14 @@ def rsum_difference(
     Both are resampled on the same draws of pictures with their captions, so that the interval leaves out how difficult the set
     is. It does not cover another seed of training.
     """
-    measures = {"first": _rsum_over_pictures(first), "second": _rsum_over_pictures(second)}
+    measures = {
+        name: rsum_over_pictures(of_set.ranks, of_set.text_to_image)
+        for name, of_set in (("first", first), ("second", second))
+    }
     drawn = resampled(measures, draws, seed)
     low, high = interval(drawn["second"] - drawn["first"])
-    return {
-        "difference": measures["second"].value - measures["first"].value,
-        "low": low,
-        "high": high,
-    }
-
-
-def _rsum_over_pictures(scored: GallerySet) -> Measure:
-    images = len(scored.captions_of)
-    pictures = {"image_to_text": torch.arange(images), "text_to_image": scored.text_to_image}
-    terms = [
-        (pictures[way], hit_probabilities(scored.ranks[way], RECALL_KS).sum(dim=0))
-        for way in DIRECTIONS
-    ]
-    return mean_over(terms, images, 100.0)
+    difference = measures["second"].value - measures["first"].value
+    return {"difference": difference, "low": low, "high": high}
 
 
 Loaded = tuple[nn.Module, Callable[[Any], Tensor], Callable[[list[str]], Tensor], torch.device]
@@ -467,11 +455,13 @@ def score_set(
         UserError: an error of `encode_retrieval` or `retrieval_ranks`.
     """
     model, preprocess, tokenizer, device = loaded
-
     ranks = ranks or ProcessRank()
+    part = dataset.part(ranks.rank, ranks.world_size)
 
-    def batches(part: IndexedSet) -> Any:
-        loader = retrieval_batches(
+    def encode() -> Features | None:
+        if not len(part):
+            return None
+        batches = retrieval_batches(
             part,
             preprocess,
             captions_per_image=settings.captions_per_image,
@@ -481,14 +471,14 @@ def score_set(
         total = -(-len(part) // encoder.batch_size)
         # None: no bar in a file of lines
         hidden = None if ranks.rank == 0 else True
-        return tqdm(loader, total=total, desc=name, unit=" batches", leave=False, disable=hidden)
+        bar = tqdm(batches, total=total, desc=name, unit=" batches", leave=False, disable=hidden)
+        return encode_retrieval(model, bar, tokenizer, device=device)
 
-    features = encode_on_ranks(model, dataset, batches, tokenizer, ranks, device=device)
+    features = on_all_ranks(encode, ranks)
     if features is None:
         return None
-    return GallerySet.scored(
-        name, dataset.captions(settings.captions_per_image), dataset.image, features
-    )
+    captions = dataset.captions(settings.captions_per_image)
+    return GallerySet.scored(name, captions, dataset.image, features)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -523,37 +513,27 @@ def _ranks() -> Iterator[ProcessRank]:
         dist.destroy_process_group()
 
 
-def encode_on_ranks(
-    model: nn.Module,
-    dataset: IndexedSet,
-    batches: Callable[[IndexedSet], Any],
-    tokenizer: Callable[[list[str]], Tensor],
-    ranks: ProcessRank,
-    *,
-    device: str | torch.device,
-) -> Features | None:
-    """Encode a whole set as `encode_retrieval`, a part on each rank.
+def on_all_ranks(encode: Callable[[], Features | None], ranks: ProcessRank) -> Features | None:
+    """Gather the features of all ranks' parts on the first one.
 
     Args:
-        batches: part of the set -> its batches.
+        encode: encodes the rank's part; None for an empty one.
 
     Returns:
-        The features on the first rank, else None.
+        None on the other ranks.
 
     Raises:
         UserError: the error of one rank, on every rank, so that none waits for a rank that has ended.
     """
     if ranks.world_size == 1:
-        return encode_retrieval(model, batches(dataset), tokenizer, device=device)
-    part = dataset.part(ranks.rank, ranks.world_size)
-    part_features: Features | str | None = None  # remains None if there are fewer images than ranks
+        return encode()
+    part: Features | str | None
     try:
-        if len(part):
-            part_features = encode_retrieval(model, batches(part), tokenizer, device=device)
+        part = encode()
     except UserError as error:
-        part_features = str(error)
+        part = str(error)
     every: list[Features | str | None] = [None] * ranks.world_size
-    dist.all_gather_object(every, part_features)
+    dist.all_gather_object(every, part)
     if wrong := [result for result in every if isinstance(result, str)]:
         raise UserError(wrong[0])
     if ranks.rank != 0:

@@ -19,7 +19,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sources import contents_of_shards
 from open_clip_zerovl.evaluate.settings import SearchSettings, ServeSettings
-from open_clip_zerovl.features.embed import FeatureStore, Parts, Pictures, embed_pictures
+from open_clip_zerovl.features.embed import Parts, Pictures, embed_pictures
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.report.pages import render, thumbnail, write_page
 from open_clip_zerovl.shards.pictures import BadFile, BadPicture, read_foreign
@@ -111,7 +111,7 @@ def run_search(
 
     Raises:
         UserError: a file that cannot be written, a query picture that cannot be decoded, or an error of
-            `open_collection`, `Encoder.load` or `embed_collection`.
+            `open_collection`, `Encoder.load` or `Searcher`.
     """
     for file in (settings.page, settings.output):
         if file is not None:
@@ -224,7 +224,8 @@ class Searcher:
         keep: hold the embeddings in memory, for many queries.
 
     Raises:
-        UserError: as `embed_collection`, or no picture can be decoded.
+        UserError: as `embed_pictures`, a cache that cannot be written, a shard that cannot be read, or no picture that can be
+            decoded.
     """
 
     def __init__(
@@ -237,14 +238,21 @@ class Searcher:
         keep: bool = False,
     ) -> None:
         self.name, self.collection = name, collection
+        cache = cache or user_cache("zerovl") / "search"
+        try:
+            check_writable(cache, folder=True)
+        except UserError as error:  # as under a HOME that nobody may write
+            raise UserError(f"{error}; give a folder for the embeddings with --cache") from error
         self.model = FrozenModel.load(encoder)
-        self.features, self.computed = embed_collection(
-            collection,
+        in_files = collection.shards is None
+        pictures: Parts = _files(collection) if in_files else _Shards(collection)
+        self.features, self.computed = embed_pictures(
             self.model,
-            cache=cache or user_cache("zerovl") / "search",
+            pictures,
+            cache,
             batch_size=encoder.batch_size,
             workers=encoder.workers,
-            name=name,
+            desc=name,
         )
         blocks = self.features.blocks()
         self.rows_in_memory = [block.clone() for block in blocks] if keep else None
@@ -317,7 +325,7 @@ def _as_data(
     def plain(result: SearchResult) -> dict[str, Any]:
         shown = ("picture", "score", "caption")
         hits = [{name: getattr(hit, name) for name in shown} for hit in result.hits]
-        return {**asdict(replace(result, hits=())), "hits": hits}
+        return vars(result) | {"hits": hits}
 
     image = None if settings.image is None else str(settings.image)
     return {
@@ -356,43 +364,12 @@ def _picture_or_none(content: bytes | None) -> Image.Image | None:
         return None
 
 
-def embed_collection(
-    collection: Collection,
-    model: FrozenModel,
-    *,
-    cache: Path,
-    batch_size: int = 64,
-    workers: int = 0,
-    name: str = "model",
-) -> tuple[FeatureStore, int]:
-    """Embed the pictures that the cache does not hold yet.
-
-    Args:
-        cache: the folder of all collections and models.
-        workers: loader processes.
-        name: name of the model, for the progress bar.
-
-    Returns:
-        The features (P, D) of all pictures, L2-normalised, zeros for one that cannot be decoded, or is not there, and how many
-        pictures this call has embedded or found bad.
-
-    Raises:
-        UserError: a cache that cannot be written, a shard that cannot be read, no picture that can be decoded, or a model whose
-            embeddings are not finite.
-    """
-    try:
-        check_writable(cache, folder=True)
-    except UserError as error:  # as under a HOME that nobody may write
-        raise UserError(f"{error}; give a folder for the embeddings with --cache") from error
-    pictures: Parts
-    if collection.shards is None:
-        paths = [file.path for file in collection.files]
-        digests = file_digests(paths)
-        contents = [digests[path] or digest_of(path) for path in paths]
-        pictures = Pictures(contents, lambda row: _picture_or_none(picture_file(paths[row])))
-    else:
-        pictures = _Shards(collection)
-    return embed_pictures(model, pictures, cache, batch_size=batch_size, workers=workers, desc=name)
+def _files(collection: Collection) -> Pictures:
+    """Take the pictures of a folder, or of a list of files."""
+    paths = [file.path for file in collection.files]
+    digests = file_digests(paths)
+    contents = [digests[path] or digest_of(path) for path in paths]
+    return Pictures(contents, lambda row: _picture_or_none(picture_file(paths[row])))
 
 
 BEST, MOST = 10, 50  # pictures shown of each model

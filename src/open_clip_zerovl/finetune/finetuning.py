@@ -45,6 +45,7 @@ from open_clip_zerovl.core.processes import (
     start_training,
     usable_cores,
 )
+from open_clip_zerovl.data.sets import parse_retrieval_data
 from open_clip_zerovl.data.splits import list_of_trained, trained_on
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.evaluate.curve import require_possible
@@ -159,7 +160,8 @@ def _same_request(request: FinetuneRequest, say: Say) -> pairs.DataArguments:
 
 def _prepare(request: FinetuneRequest, arguments: pairs.DataArguments, say: Say) -> Prepared:
     check_keeping(request)
-    require_possible(request.rule, bool(request.kept))
+    kept_sets = parse_retrieval_data(request.kept).keys() if request.kept else ()
+    require_possible(request.rule, kept_sets)
     split = hold_out(
         arguments,
         request.out / "data",
@@ -170,6 +172,7 @@ def _prepare(request: FinetuneRequest, arguments: pairs.DataArguments, say: Say)
         say=say,
     )
     # A mistake ends the call here, not after hours of training.
+    require_possible(request.rule, kept_sets, parse_retrieval_data(split.new))
     pairs.labelled_sets(split.new, request.zero_shot_data)
     sources, train_data, factors = with_old_pairs(
         request, split.train_data, split.sources.get("--keep-data")

@@ -16,22 +16,20 @@ from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.splits import as_keys
 from open_clip_zerovl.evaluate.curve import (
     Curve,
-    CurveSettings,
     Ends,
-    in_percent,
     open_ends,
     recall_table,
     score_curve,
     write_between,
 )
-from open_clip_zerovl.evaluate.metrics import difference_of_shares
-from open_clip_zerovl.evaluate.metrics import in_percent as shares_of
+from open_clip_zerovl.evaluate.metrics import difference_of_shares, in_percent
 from open_clip_zerovl.evaluate.retrieval import (
     GallerySet,
     rsum_difference,
     score_set,
     write_gallery,
 )
+from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.evaluate.zero_shot import score_loaded
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.data import labelled_sets
@@ -68,33 +66,30 @@ def write_outcome(
         trained: score of each epoch on the held-out sets.
         epoch: the best of them.
     """
-    out, held_out = request.out, tuple(pairs.sets_of(prepared.split.new))
+    out = request.out
     scorer = Encoder(
         prepared.before,
         device=request.start.device,
         batch_size=request.start.batch_size,
         workers=request.start.workers,
     )
-    asked = CurveSettings(
-        prepared.split.new,
-        request.kept,
-        alphas=tuple(request.alphas),
-        rule=request.rule,
-        kept_share=request.kept_share,
-    )
     say(f"weights between before and epoch {epoch}, the best:")
     ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
     classes: dict[str, Any] = {}
     for sets in (prepared.split.new, request.kept) if pairs.all_classes(prepared.split.new) else ():
         classes |= labelled_sets(sets) if sets and pairs.all_classes(sets) else {}
-    curve = score_curve(ends, scorer, asked, classes=classes, say=say)
     split = prepared.split
+    new = pairs.sets_of(split.new)
+    kept_sets = pairs.sets_of(request.kept) if request.kept else {}
+    curve = score_curve(ends, scorer, request, new, kept_sets, classes=classes, say=say)
     model = write_between(ends, curve, out / "model", trained=split.trained)
     shown: list[GallerySet] = []
-    for name, dataset in pairs.sets_of(prepared.split.new).items():
+    for name, dataset in new.items():
         for label, point in (("before", curve.points[0]), ("chosen", curve.chosen)):
-            loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
-            scored = score_set(loaded, f"{name}, {label}", dataset, asked.retrieval, encoder=scorer)
+            called = f"{name}, {label}"
+            scored = score_set(
+                ends.at(point.alpha), called, dataset, RetrievalSettings(), encoder=scorer
+            )
             assert scored is not None
             shown.append(scored)
     accuracies = zero_shot_accuracies(request, prepared, curve, ends, scorer)
@@ -103,9 +98,9 @@ def write_outcome(
     if curve.chosen.alpha and not pairs.all_classes(prepared.split.new):
         notes += recall_verdicts(shown)
     facts = [f"From {request.start.model} on {request.data}.", *notes]
-    scores = {0: curve.points[0].mean_score(held_out), **trained}
+    scores = {0: curve.points[0].mean_score(curve.new), **trained}
     commands = next_commands(model, prepared.split.new, request.kept)
-    write_report(out / "report.html", facts, commands, settings, scores, epoch, curve, held_out)
+    write_report(out / "report.html", facts, commands, settings, scores, epoch, curve)
     table = before_after(curve, notes)
     content = {
         **request.of_training(),
@@ -129,7 +124,7 @@ def zero_shot_accuracies(
     accuracies: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
     by_alpha: dict[tuple[str, float], Mapping[str, Any]] = {}
     for label, point in curve.labelled.items() if sets else ():
-        loaded = (ends.at(point.alpha), ends.preprocess, ends.tokenizer, ends.device)
+        loaded = ends.at(point.alpha)
         for name, dataset in sets.items():
             if (name, point.alpha) not in by_alpha:
                 known = None if request.zero_shot_data else point.accuracies.get(name)
@@ -145,7 +140,7 @@ def zero_shot_sentences(accuracies: Mapping[str, Mapping[str, Mapping[str, Any]]
     sentences = []
     for name, by_label in accuracies.items():
         before = by_label["before"]
-        shares = ", ".join(f"{label} {shares_of(scored)} %" for label, scored in by_label.items())
+        shares = ", ".join(f"{label} {in_percent(scored)} %" for label, scored in by_label.items())
         sentences.append(
             f"Zero-shot top-1 on {name} ({before['images']:,} pictures, {before['classes']} classes, chance "
             f"{100 * before['chance']:.1f} %, the commonest class {100 * before['commonest']:.1f} %): {shares}."
@@ -195,9 +190,7 @@ def before_after(curve: Curve, notes: Sequence[str]) -> str:
     parts = []
     for name in (*curve.new, *curve.kept):
         row = curve.points[0].metrics[name]
-        columns = {
-            label: in_percent(point.metrics[name]) for label, point in curve.labelled.items()
-        }
+        columns = {label: point.metrics[name] for label, point in curve.labelled.items()}
         kind = "kept" if name in curve.kept else "new"
         parts.append(
             f"\n{name} ({kind}): {row['images']:,} pictures, {row['captions']:,} captions\n{recall_table(columns)}"
@@ -224,7 +217,6 @@ def write_report(
     scores: Mapping[int, float],
     best: int,
     curve: Curve,
-    held_out: Sequence[str],
 ) -> None:
     """Write the report as one HTML page.
 
@@ -233,13 +225,12 @@ def write_report(
         commands: what can be done with the model.
         scores: epoch -> score on the held-out pairs; epoch 0 is the model before.
         best: the best of the epochs.
-        held_out: the sets of the pairs.
     """
 
     def finish(axes: Any) -> None:
         axes.plot([best], [scores[best]], marker="o", markersize=8, color=RIGHT_COLOUR)
         axes.axhline(scores[0], color=FAINT, linewidth=1, linestyle=":")
-        draw_levels(axes, {"chance": (fmean(map(curve.points[0].chance, held_out)), FAINT)})
+        draw_levels(axes, {"chance": (fmean(map(curve.points[0].chance, curve.new)), FAINT)})
         axes.xaxis.get_major_locator().set_params(integer=True)
 
     epochs = sorted(scores)

@@ -129,20 +129,6 @@ def test_pictures_are_embedded_once_and_changes_are_noticed(home, photos, tmp_pa
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_names_that_are_no_text_are_shown_escaped(home, photos, tmp_path, capsys):
-    content = (photos / "0.JPG").read_bytes()
-    for name in (b"\xff.jpg", b"a\x1b[2J.jpg"):
-        Path(os.fsdecode(os.fsencode(photos) + b"/" + name)).write_bytes(content)
-    page, output = tmp_path / "page.html", tmp_path / "found.json"
-    found = search(home, photos, tmp_path / "cache", best=20, page=page, output=output)
-    shown = capsys.readouterr().out
-    shown.encode("utf-8")  # as a terminal does
-    assert "\\udcff.jpg" in shown and "a\\x1b[2J.jpg" in shown and "\x1b" not in shown
-    assert "\\udcff.jpg" in page.read_text(encoding="utf-8")
-    names = {hit["picture"] for hit in json.loads(output.read_text())["models"]["model"]["hits"]}
-    assert names == {hit.picture for hit in found.hits} and os.fsdecode(b"\xff.jpg") in names
-
-
 def test_shards_and_tables_are_searched_too(home, photos, tmp_path, capsys):
     alone = search(home, photos, tmp_path / "cache", best=3)
     (tmp_path / "shards").mkdir()
@@ -195,39 +181,31 @@ def test_shards_and_tables_are_searched_too(home, photos, tmp_path, capsys):
 
 
 def test_the_command_shows_models_side_by_side_and_writes_its_files(home, photos, tmp_path, capsys):
-    (photos / "<b>.png").write_bytes((photos / "3.png").read_bytes())
-    models = [f"one={home[0]}", f"two={home[1]}"]
+    """Names that are no text, or no words of a page, are shown escaped."""
+    content = (photos / "0.JPG").read_bytes()
+    odd = {b"\xff.jpg": "\\udcff.jpg", b"a\x1b[2J.jpg": "a\\x1b[2J.jpg", b"<b>.jpg": "<b>.jpg"}
+    for name in odd:
+        Path(os.fsdecode(os.fsencode(photos) + b"/" + name)).write_bytes(content)
     files = ["--page", str(tmp_path / "page.html"), "--output", str(tmp_path / "found.json")]
-    command = [
-        "search",
-        *models,
-        str(photos),
-        "a small cat",
-        "--best",
-        "4",
-        "--cache",
-        str(tmp_path / "cache"),
-        *files,
-    ]
-    assert main([*command, "--device", "cpu"]) == 0
+    command = ["search", f"one={home[0]}", f"two={home[1]}", str(photos), "a small cat", *files]
+    command += ["--best", "20", "--device", "cpu", "--cache", str(tmp_path / "cache")]
+    assert main(command) == 0
     out = capsys.readouterr().out
-    assert (
-        out.split()[:2] == ["one", "two"]
-        and f"one: {COUNT + 1} pictures and 2 that cannot be decoded or are not there; 0 of all known"
-        in out
-    )
+    out.encode("utf-8")  # as a terminal does
+    assert all(shown in out for shown in odd.values()) and "\x1b" not in out
+    bad = "2 that cannot be decoded or are not there"
+    assert out.split()[:2] == ["one", "two"]
+    assert f"one: {COUNT + 3} pictures and {bad}; 0 of all known" in out
     data = json.loads((tmp_path / "found.json").read_text())
     assert list(data["models"]) == ["one", "two"] and data["words"] == "a small cat"
-    assert all(len(model["hits"]) == 4 for model in data["models"].values())
-    page = (tmp_path / "page.html").read_text()
-    assert (
-        page.count("<figure>") == 8
-        and 'src="data:image/jpeg' in page
-        and "<b>.png" not in page
-        and "http" not in page
-    )
-    assert main([*command, "--device", "cpu"]) == 0
-    assert f"{COUNT + 3} of all known from before" in capsys.readouterr().out
+    for model in data["models"].values():
+        names = {hit["picture"] for hit in model["hits"]}
+        assert len(names) == COUNT + 3 and {os.fsdecode(name) for name in odd} <= names
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count("<figure>") == 2 * (COUNT + 3) and 'src="data:image/jpeg' in page
+    assert "<b>.jpg" not in page and "\\udcff.jpg" in page and "http" not in page
+    assert main(command) == 0
+    assert f"{COUNT + 5} of all known from before" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(60)

@@ -1,8 +1,9 @@
-"""Weights between two models: the curve against retrieval by hand, the rules, the folder, and refusals."""
+"""Weights between two models: the ends bit for bit, refusals by name, the curve against retrieval by hand, the rules."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,24 +15,151 @@ from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.data.splits import trained_on, write_trained_on
 from open_clip_zerovl.evaluate.curve import (
-    CurveSettings,
     Point,
     choose,
     open_ends,
     score_curve,
+    weights_between,
     write_between,
 )
+from open_clip_zerovl.evaluate.settings import CurveFlags
 from support.scoring import score_checkpoint
 from support.tiny_clip import (
     CLIP_TEXT,
     NATIVE_VISION,
+    TIMM_VISION,
+    bert_text,
     random_model,
     register,
+    write_bert,
     write_retrieval_set,
     write_run,
 )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return register(tmp_path_factory.mktemp("config"), "between-tiny", NATIVE_VISION, CLIP_TEXT)
+
+
+def checkpoint(folder, name: str, seed: int, **params):
+    return write_run(folder, random_model(name, seed=seed), {"model": name, **params})
+
+
+def encoder(path, **options) -> Encoder:
+    return Encoder(str(path), device="cpu", **options)
+
+
+def test_ends_are_bit_for_bit_and_the_middle_is_rounded_once(tmp_path, tiny):
+    before, after = checkpoint(tmp_path / "a", tiny, 1), checkpoint(tmp_path / "b", tiny, 2)
+    folder = export_local_dir(
+        after, tmp_path / "exported"
+    )  # the ends may be named in different ways
+    ends = open_ends(encoder(before), encoder(folder))
+    start, end = random_model(tiny, seed=1).state_dict(), random_model(tiny, seed=2).state_dict()
+    for alpha, expected in ((0, start), (1, end)):
+        found = ends.at(alpha)[0].state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    for key, tensor in ends.weights(0.3).items():
+        if tensor.is_floating_point():
+            exact = start[key].double() * 0.7 + end[key].double() * 0.3
+            assert torch.allclose(tensor.double(), exact, rtol=1e-7, atol=1e-12), key
+    assert ends.weights(0.25)["logit_scale"].exp().item() == pytest.approx(
+        math.exp(0.75 * start["logit_scale"].item() + 0.25 * end["logit_scale"].item()), rel=1e-6
+    )
+    same = open_ends(encoder(before), encoder(before))
+    assert all(torch.equal(tensor, start[key]) for key, tensor in same.weights(0.37).items())
+
+
+def test_counts_of_batches_are_those_of_the_nearer_end_and_no_end_is_changed():
+    before = {"w": torch.tensor([1.0]), "bn.num_batches_tracked": torch.tensor(3)}
+    after = {"w": torch.tensor([2.0]), "bn.num_batches_tracked": torch.tensor(9)}
+    assert weights_between(before, after, 0.4)["bn.num_batches_tracked"] == 3
+    assert weights_between(before, after, 0.6)["bn.num_batches_tracked"] == 9
+    assert weights_between(before, after, 0.5)["w"] == 1.5 and before["w"] == 1 and after["w"] == 2
+
+
+def without(cfg: dict, key: str) -> dict:
+    return {name: value for name, value in cfg.items() if name != key}
+
+
+BARE = without(TIMM_VISION, "timm_pool")  # open_clip's own value pools by the mean
+OTHER_MODELS = {  # sentence -> (vision and text of the first), of the second, entries of the whole model, of the run
+    "vision_cfg.head_width of model_cfg is 16 in the first and 8 in the second": (
+        ({}, {}), ({"head_width": 8}, {}), {}, {},
+    ),
+    "text_cfg.heads of model_cfg is 2 in the first and 4": (({}, {}), ({}, {"heads": 4}), {}, {}),
+    "quick_gelu of model_cfg is not given in the first and True": (
+        ({}, {}), ({}, {}), {"quick_gelu": True}, {},
+    ),
+    "vision_cfg.timm_pool of model_cfg is avg in the first and empty in the second": (
+        (BARE, {}), ({**BARE, "timm_pool": ""}, {}), {}, {},
+    ),
+    r"mean of preprocess_cfg is \[0.48.* in the first and \[0.5, 0.5, 0.5\]": (
+        ({}, {}), ({}, {}), {}, {"image_mean": [0.5, 0.5, 0.5]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", OTHER_MODELS)
+def test_another_model_with_the_same_shapes_is_refused_by_its_key(tmp_path, sentence):
+    *both, extra, params = OTHER_MODELS[sentence]
+    ends = []
+    for seed, (vision, text) in enumerate(both):
+        vision = vision if "timm_model_name" in vision else NATIVE_VISION | vision
+        name = f"between-{[*OTHER_MODELS].index(sentence)}-{seed}"
+        register(tmp_path, name, vision, CLIP_TEXT | text, **(extra if seed else {}))
+        ends.append(encoder(checkpoint(tmp_path / name, name, seed, **(params if seed else {}))))
+    with pytest.raises(UserError, match=sentence):
+        open_ends(*ends)
+
+
+def test_a_value_that_a_config_leaves_out_is_open_clips_own(tmp_path):
+    names = [
+        register(tmp_path, f"between-pool-{i}", cfg, CLIP_TEXT)
+        for i, cfg in enumerate((BARE, {**BARE, "timm_pool": "avg"}))
+    ]
+    open_ends(*(encoder(checkpoint(tmp_path / name, name, 1)) for name in names))
+
+
+def test_hugging_face_towers_in_two_folders_and_another_vocabulary(tmp_path):
+    folders = [write_bert(tmp_path / "one"), write_bert(tmp_path / "two")]
+    words = ["moon", "sun", *"xyz"]
+    folders.append(write_bert(tmp_path / "three", words=words + [f"w{i}" for i in range(13)]))
+    names = [
+        register(tmp_path, f"between-bert-{i}", NATIVE_VISION, bert_text(folder))
+        for i, folder in enumerate(folders)
+    ]
+    runs = [checkpoint(tmp_path / f"run{i}", name, i) for i, name in enumerate(names)]
+    ends = open_ends(encoder(runs[0]), encoder(runs[1]))  # the folders are places, not architecture
+    assert any(key.startswith("text.transformer") for key in ends.before)
+    with pytest.raises(UserError, match="read .* differently|are different models"):
+        open_ends(encoder(runs[0]), encoder(runs[2]))
+
+
+def test_a_tag_of_open_clip_is_an_end(tmp_path, tiny, monkeypatch):
+    model = random_model(tiny, seed=3)
+    file = tmp_path / "weights.pt"
+    torch.save(model.state_dict(), file)
+    monkeypatch.setitem(
+        open_clip.pretrained._PRETRAINED,
+        tiny,
+        {"mine": {"url": "", "mean": (0.5,) * 3, "std": (0.5,) * 3}},
+    )
+    monkeypatch.setattr("open_clip.factory.download_pretrained", lambda *_, **__: str(file))
+    after = checkpoint(tmp_path / "b", tiny, 2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    ends = open_ends(encoder(f"{tiny}/mine"), encoder(after))
+    assert (
+        ends.spec.preprocess_cfg["mean"] == (0.5,) * 3
+        or list(ends.spec.preprocess_cfg["mean"]) == [0.5] * 3
+    )
+    assert torch.equal(ends.before["visual.proj"], model.state_dict()["visual.proj"])
+    with pytest.raises(UserError, match="cannot be read offline"):
+        encoder("hf-hub:somebody/model").spec()
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +184,11 @@ def ends(folder) -> list[str]:
 
 def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_path):
     out = tmp_path / "out"
-    asked = CurveSettings(
-        f"new={made / 'new'}", f"kept={made / 'kept'}", alphas=(0.2, 0.4, 0.7), kept_share=0.0
-    )
+    flags = CurveFlags(alphas=(0.2, 0.4, 0.7), kept_share=0.0)
+    new, kept = ({name: open_retrieval_set(made / name)} for name in ("new", "kept"))
     encoders = [Encoder(path, device="cpu", batch_size=5) for path in ends(made)]
     loaded, lines = open_ends(*encoders), []
-    curve = score_curve(loaded, encoders[0], asked, say=lines.append)
+    curve = score_curve(loaded, encoders[0], flags, new, kept, say=lines.append)
     write_between(loaded, curve, out)
     said = "\n".join([*lines, curve.table()])
     result = json.loads((out / "interpolation.json").read_text())
@@ -170,15 +297,9 @@ def test_advice_where_the_rule_keeps_the_model_before(rows, rule, advice):
 
 def test_rules_without_kept_sets():
     assert choose(points(*ROWS), ["n"], [], kept_share=0.9).chosen.alpha == 0.75
-    with pytest.raises(UserError, match="--rule mean needs retrieval sets of the ability to keep"):
-        choose(points(*ROWS), ["n"], [], "mean", kept_share=0.9)
-
-
-def test_sets_that_cannot_choose_are_refused(made):
-    new = f"n={made / 'new'}"
-    with pytest.raises(UserError, match="both new and kept"):
-        CurveSettings(new, new).open()
-    with pytest.raises(UserError, match="needs retrieval sets of the ability to keep; give --kept"):
-        CurveSettings(new, rule="kept")
-    with pytest.raises(UserError, match="nowhere does not exist"):
-        CurveSettings("n=/nowhere").open()
+    for kept, rule, sentence in (
+        ([], "mean", "--rule mean needs retrieval sets of the ability to keep; give --kept"),
+        (["n", "k"], "kept", "the set n is both new and kept"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            choose(points(*ROWS), ["n"], kept, rule, kept_share=0.9)
