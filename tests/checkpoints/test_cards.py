@@ -65,21 +65,20 @@ def test_a_card_names_each_setting_of_an_alignment():
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
     name = register(tmp_path / "configs", "carded", NATIVE_VISION, CLIP_TEXT)
-    data = "a=/secret/a::b=/secret/b"
     params = {
-        "model": name,
-        "epochs": 2,
-        "lr": 0.001,
-        "siglip": True,
-        "beta1": 0.9,
-        "train_data": data,
-    }
-    checkpoint = write_run(tmp_path / "run", random_model(name, init_logit_bias=-10), params)
+        "model": name, "name": "my-run", "epochs": 3, "batch_size": 64, "world_size": 2, "dga_steps": 4, "beta1": 0.9,
+        "lr": 0.001, "siglip": True, "sampling": "debiased", "mixup_alpha": 0.1, "init_from": "/secret/old.pt",
+        "train_data": "a=/secret/a/{0..3}.tar::/secret/b/{0..9}.tar", "train_data_upsampling_factors": "1::2",
+    }  # fmt: skip
+    model = random_model(name, init_logit_bias=-10)
+    checkpoint = write_run(tmp_path / "run", model, params)
     settings = {
         "siglip": "True",
         "init_from": "/secret/start.pt",
         "ablate": "('no-replay',)",
         "lr": "0.001",
+        "sampling": "debiased",
+        "mixup_alpha": "0.1",
     }
     chance = {"shop": {"rsum": 90.0, "rsum_chance": 16.5}}
     record = [
@@ -104,8 +103,9 @@ def checkpoint(tmp_path) -> Path:
         f"shop_{way}_R@{k}": 0.15 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
     }
     row = {"epoch": 1, **recalls, "shop_rsum": 90.0, "pets_top1": 0.5, "num_samples": 8}
+    of_another = {"epoch": 2, "pets_top1": 0.75}
     of_open_clip = {"imagenet-zeroshot-val-top1": 0.3}  # its zero-shot metrics alone have no epoch
-    lines = "".join(json.dumps(line) + "\n" for line in (row, of_open_clip))
+    lines = "".join(json.dumps(line) + "\n" for line in (row, of_another, of_open_clip))
     (checkpoint.parent / "results.jsonl").write_text(lines)
     return checkpoint
 
@@ -113,16 +113,31 @@ def checkpoint(tmp_path) -> Path:
 def test_the_card_of_a_run_and_what_the_hub_reads_of_it(checkpoint, tmp_path):
     """Flags, sizes and chance are the record's; a later export and a model between two keep what the weights stand on."""
     file = export_local_dir(checkpoint, tmp_path / "export") / "README.md"
-    told = "`--siglip`: True|`--ablate`: ('no-replay',)|`--init-from`: start.pt|a, 12,345 samples|b, 7 samples"
     text = file.read_text()
-    assert [line for line in told.split("|") if f"\n- {line}\n" not in text] == []
-    assert "| shop | text to image R@5 in % | 15.0 |" in text
-    assert "| pets | top1 in % (chance 10.0) | 50.0 |" in text
-    assert "/secret" not in text and "num_samples" not in text  # a path, no score
-    assert Run(tmp_path / "run").scores.keys() == {1}
+    for told in (
+        "\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\n",
+        "# my-run (carded)",
+        "after epoch 1 of 3. It loads in stock",
+        "- effective batch: 512 = 64 a micro-batch x 4 accumulated x 2 ranks",
+        "- `--siglip`: True\n",
+        "- `--sampling`: debiased\n",
+        "- `--mixup-alpha`: 0.1\n",
+        "- `--ablate`: ('no-replay',)\n",
+        "- `--init-from`: old.pt\n",
+        "- a, 12,345 samples, weight 1\n- b, 7 samples, weight 2\n",
+        "| shop | text to image R@5 in % | 15.0 |\n",
+        "| pets | top1 in % (chance 10.0) | 50.0 |\n",
+    ):
+        assert told in text, told
+    for left_out in ("75.0", "/secret", str(tmp_path), "open_clip_zerovl", "num_samples"):
+        assert left_out not in text, left_out
+    assert Run(tmp_path / "run").scores.keys() == {1, 2}
+    (checkpoint.parent / "results.jsonl").unlink()
+    plain = export_local_dir(checkpoint, tmp_path / "plain") / "README.md"
+    assert "No scores were recorded" in plain.read_text()
     card = HubCard.load(file).data
     scores = {(one.dataset_name, one.metric_type): one for one in card.eval_results}
-    assert card.base_model is None and card.model_name == "carded"
+    assert card.base_model is None and card.model_name == "my-run (carded)"
     assert scores["shop", "rsum"].metric_value == 90.0
     assert scores["shop", "rsum"].metric_name == "RSUM of 600 (chance 16.5)"
     assert scores["shop", "image_to_text_recall_at_1"].metric_value == 15.0

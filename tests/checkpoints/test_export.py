@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from open_clip_zerovl.checkpoints import export as export_module
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.loading import load_model, read_model_spec
+from open_clip_zerovl.checkpoints.loading import load_model, read_model_spec, spec_of
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from support import warm
@@ -357,6 +357,8 @@ def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
     )
     refused("no-such-thing", "is not a model")
     refused("hf-hub:a/b", "is given for a training checkpoint only", model_name="ViT-B-32")
+    with pytest.raises(UserError, match="cannot be read offline"):
+        spec_of("hf-hub:a/b")
     checkpoint = write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"})
     refused(tmp_path, r"not a model \(open_clip_config.json is missing\); give an exported folder")
     refused(tmp_path / "run", rf"missing\); give {checkpoint}$")
@@ -364,42 +366,3 @@ def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
     refused(f"local-dir:{tmp_path}/aligned", rf"missing\); give {folder}$")
     (folder / "open_clip_model.safetensors").unlink()
     refused(folder, "holds no weights")  # open_clip would go on with random ones
-
-
-def test_the_model_card_tells_what_was_read_and_nothing_of_the_machine(tmp_path, home):
-    """Recipe from params.txt, sources without their folders, metrics of the checkpoint's own epoch from results.jsonl."""
-    params = {
-        "model": "native-bert", "name": "my-run", "batch_size": 64, "world_size": 2, "dga_steps": 4, "epochs": 3,
-        "sampling": "debiased", "mixup_alpha": 0.1, "init_from": "/secret/old.pt",
-        "train_data": "sbu=/secret/sbu/{0..3}.tar::/secret/cc3m/{0..9}.tar", "train_data_upsampling_factors": "1::2",
-    }  # fmt: skip
-    checkpoint = write_run(tmp_path / "run", random_model("native-bert"), params)
-    lines = [
-        {"epoch": 1, "imagenet-zeroshot-val-top1": 0.25},
-        {"epoch": 1, "coco_image_to_text_R@10": 0.5, "coco_rsum": 160.0},
-        {"epoch": 2, "imagenet-zeroshot-val-top1": 0.75},  # of another checkpoint
-    ]
-    results = checkpoint.parent / "results.jsonl"
-    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    card = (export_local_dir(checkpoint, tmp_path / "export") / "README.md").read_text()
-    for told in (
-        "\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\n",
-        "# my-run (native-bert)",
-        "after epoch 1 of 3. It loads in stock",
-        "- effective batch: 512 = 64 a micro-batch x 4 accumulated x 2 ranks",
-        "- `--sampling`: debiased",
-        "- `--mixup-alpha`: 0.1",
-        "- `--init-from`: old.pt",
-        "- sbu, weight 1\n- cc3m, weight 2",
-        "| coco | image to text R@10 in % | 50.0 |\n| coco | RSUM of 600 | 160.0 |",
-        "| imagenet-zeroshot-val | top1 in % | 25.0 |",
-    ):
-        assert told in card, told
-    for kept in ("75.0", "/secret", str(tmp_path), str(home), "open_clip_zerovl"):
-        assert kept not in card, kept
-    results.write_text("{")
-    with pytest.raises(UserError, match=r"results\.jsonl cannot be read .*line 1"):
-        export_local_dir(checkpoint, tmp_path / "other")
-    results.unlink()
-    card = (export_local_dir(checkpoint, tmp_path / "third") / "README.md").read_text()
-    assert "No scores were recorded" in card

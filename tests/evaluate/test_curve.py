@@ -141,27 +141,6 @@ def test_hugging_face_towers_in_two_folders_and_another_vocabulary(tmp_path):
         open_ends(encoder(runs[0]), encoder(runs[2]))
 
 
-def test_a_tag_of_open_clip_is_an_end(tmp_path, tiny, monkeypatch):
-    model = random_model(tiny, seed=3)
-    file = tmp_path / "weights.pt"
-    torch.save(model.state_dict(), file)
-    monkeypatch.setitem(
-        open_clip.pretrained._PRETRAINED,
-        tiny,
-        {"mine": {"url": "", "mean": (0.5,) * 3, "std": (0.5,) * 3}},
-    )
-    monkeypatch.setattr("open_clip.factory.download_pretrained", lambda *_, **__: str(file))
-    after = checkpoint(tmp_path / "b", tiny, 2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    ends = open_ends(encoder(f"{tiny}/mine"), encoder(after))
-    assert (
-        ends.spec.preprocess_cfg["mean"] == (0.5,) * 3
-        or list(ends.spec.preprocess_cfg["mean"]) == [0.5] * 3
-    )
-    assert torch.equal(ends.before["visual.proj"], model.state_dict()["visual.proj"])
-    with pytest.raises(UserError, match="cannot be read offline"):
-        encoder("hf-hub:somebody/model").spec()
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A model, the same with its image features turned round, and two sets."""

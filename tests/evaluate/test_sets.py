@@ -69,19 +69,6 @@ def test_bad_retrieval_data_is_refused(spec, sentence):
         parse_retrieval_data(spec)
 
 
-def test_a_set_is_read_in_order_with_all_captions(tmp_path):
-    texts = write_retrieval_set(
-        tmp_path / "set", [1, 3, 7, 2, 5], extensions=("png", "jpg", "webp", "jpeg")
-    )
-    dataset = open_retrieval_set(tmp_path / "set")
-    assert [list(sample.captions) for sample in dataset.samples] == texts
-    assert len(dataset) == 5
-    assert sum(map(len, dataset.captions())) == 18
-    assert sum(map(len, dataset.captions(5))) == 1 + 3 + 5 + 2 + 5
-    assert [dataset.image(i).size for i in range(5)] == [(48, 40)] * 5
-    assert {dataset.image(i).mode for i in range(5)} == {"RGB"}
-
-
 def test_three_formats_of_one_set_hold_the_same(sets):
     first, other = (open_retrieval_set(where) for where in (sets / "wds", karpathy(sets)))
     assert len(first) == len(COUNTS)

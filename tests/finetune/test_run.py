@@ -204,11 +204,11 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
             "both decide the weights of the sources",
         ),
         (["--keep-data=mine={mine}"], "two sources are called 'mine'"),
-        (["--kept=held-out={mine}"], "the set held-out is both new and kept"),
+        (["--kept=held-out={old}"], "the set held-out is both new and kept"),
     ],
 )
 def test_what_keeping_refuses(made, refusal, flags, words):
-    assert words in refusal(*(flag.format(mine=made / "mine") for flag in flags))
+    assert words in refusal(*(flag.format(mine=made / "mine", old=made / "old") for flag in flags))
 
 
 @pytest.mark.parametrize("distinct", [1, 40])

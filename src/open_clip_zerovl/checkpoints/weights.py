@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -242,8 +241,9 @@ def _read_tower_file(path: Path) -> dict[str, Tensor]:
         content = content.get("state_dict", content)
     weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
     # BERT's first releases name the two parameters of a LayerNorm gamma and beta.
-    renamed = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
     return {
-        re.sub(r"\.LayerNorm\.(gamma|beta)$", lambda m: renamed[m[0]], key): v
-        for key, v in weights.items()
+        key.replace(".LayerNorm.gamma", ".LayerNorm.weight").replace(
+            ".LayerNorm.beta", ".LayerNorm.bias"
+        ): value
+        for key, value in weights.items()
     }
