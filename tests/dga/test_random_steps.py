@@ -59,8 +59,16 @@ TERMS = {"none": None, "three": tokens_and_experts, "captions": CaptionTerm(2.0)
 # The one graph plays ranks by torch's random numbers alone; forms of tokens are the same over ranks.
 OVER_RANKS = tuple(name for name in MODELS if "noise" not in name and "two texts" not in name)
 MODELS_WITH_SCALE = ("ViT and BERT", "open_clip.CLIP", "not open_clip's", "frozen visual")
+# without the width of the matrix that a loss learns
+NARROW = ("tied embeddings", "not open_clip's", "noise of Python and NumPy", "CoCa")
 FROZEN = (None, "visual", "text", "visual.proj", "text.proj", "logit_scale")
 IN_FP32 = ("ViT and BERT", "open_clip.CLIP", "LoRA", "checkpointing", "CoCa")
+# How a loss that learns is given
+FORMS_OF_LOSS = {
+    "itself": lambda loss: loss,
+    "partial": partial,
+    "method": lambda loss: loss.forward,
+}
 SHARP = {torch.float64: 1e-12, torch.float32: 5e-5}
 Step = dict[str, Any]  # the loss, the gradients, and the random state after a step
 
@@ -69,8 +77,8 @@ Step = dict[str, Any]  # the loss, the gradients, and the random state after a s
 def cases(draw: Any, models: tuple[str, ...] = tuple(MODELS), ranks: int = 1) -> dict[str, Any]:
     model = draw(st.sampled_from(sorted(models)))
     losses = SIGMOID | {"ours", "ClipLoss"} if model == "with a bias" else LOSSES.keys() - SIGMOID
-    if "two" in model or model in ("tied embeddings", "not open_clip's", "CoCa"):
-        losses = losses - {"one that learns"}  # its matrix has another width
+    if "two" in model or model in NARROW:
+        losses = losses - {"one that learns"}
     if model not in MODELS_WITH_SCALE:
         losses = losses - DISTILLED
     if ranks > 1:  # a rank's own noise on all ranks' features is no loss of the whole batch
@@ -96,6 +104,12 @@ def cases(draw: Any, models: tuple[str, ...] = tuple(MODELS), ranks: int = 1) ->
         "deferred": draw(st.booleans()),
         "noisy": draw(st.booleans()),
         "loss_in_ddp": ranks > 1 and loss == "one that learns" and draw(st.booleans()),
+        "form": draw(st.sampled_from(sorted(FORMS_OF_LOSS)))
+        if loss == "one that learns"
+        else "itself",
+        # over ranks each hook sees its rank's own gradient: test_ranks.py
+        "hooked": ranks == 1 and draw(st.booleans()),
+        "added": draw(st.booleans()),
         "steps": draw(st.integers(1, 2)),
         "scale": draw(st.sampled_from([1.0, 1.0, 2.0**10])),
         "seed": draw(st.integers(0, 2**16)),
@@ -115,9 +129,23 @@ def built(case: dict[str, Any], **ranks: int) -> tuple[torch.nn.Module, Any, dic
         with torch.no_grad():
             for parameter in extras["teacher"].parameters():
                 parameter.mul_(1.1)
+    if case["hooked"]:
+        bend_gradients(model)
     half = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     extras["autocast"] = half if case["autocast"] else nullcontext
     return model.train(case["training"]), loss_for(model, LOSSES[case["loss"]](**ranks)), extras
+
+
+def halve(parameter: torch.nn.Parameter) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def bend_gradients(model: torch.nn.Module) -> None:
+    """Put hooks on two parameters whose result is another on a part of the gradient, or when they act twice."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in {trained[0], trained[-1]}:
+        parameter.register_hook(lambda gradient: gradient + gradient.abs() / 2)
+        parameter.register_post_accumulate_grad_hook(halve)
 
 
 def noise(images: Any, texts: Any, *further: Any) -> tuple[Any, Any]:
@@ -145,13 +173,15 @@ def batches_of(case: dict[str, Any]) -> list[list[Any]]:
     return of_ranks
 
 
-def gradients_of_loss(loss: Any) -> dict[str, torch.Tensor]:
-    """The gradients of the loss' own parameters; removes them."""
-    found = {}
-    for name, parameter in loss.named_parameters() if isinstance(loss, torch.nn.Module) else ():
-        if name != "unused":
-            found[f"loss {name}"] = parameter.grad
-        parameter.grad = None
+def gradients_of(case: dict[str, Any], model: Any, loss: Any) -> dict[str, torch.Tensor]:
+    """The gradients of the model and of the loss' own parameters, which stay for the next step to add to where it is asked."""
+    found, learned = gradients(model), [*model.named_parameters()]
+    if isinstance(loss, torch.nn.Module):
+        own = [(f"loss {name}", p) for name, p in loss.named_parameters() if name != "unused"]
+        found |= {name: parameter.grad for name, parameter in own}
+        learned += own
+    for name, parameter in learned:
+        parameter.grad = found[name].clone() if case["added"] and name in found else None
     return found
 
 
@@ -170,7 +200,7 @@ def steps_of(case: dict[str, Any], rank: int = 0, **options: Any) -> tuple[list[
     ranks = len(case["sizes"])
     model, loss, extras = built(case, rank=rank, world_size=ranks)
     scaler = None if case["deferred"] else torch.amp.GradScaler("cpu", init_scale=case["scale"])
-    wrapped = loss
+    wrapped = FORMS_OF_LOSS[case["form"]](loss)
     if case["loss_in_ddp"]:
         wrapped = DistributedDataParallel(loss, find_unused_parameters=True)
     step = DecoupledGradientAccumulation(
@@ -195,7 +225,7 @@ def steps_of(case: dict[str, Any], rank: int = 0, **options: Any) -> tuple[list[
         else:
             total = step.backward(micro_batches, prepare=prepare, **inputs)["loss"]
             ended = random_state()
-        found = gradients(model) | gradients_of_loss(loss)
+        found = gradients_of(case, model, loss)
         unscaled = {name: gradient / case["scale"] for name, gradient in found.items()}
         steps.append({"loss": total.detach(), "gradients": unscaled, "ended": ended})
     return steps, [buffer.clone() for buffer in model.buffers()]
@@ -216,7 +246,9 @@ def one_graphs_of(case: dict[str, Any]) -> tuple[list[Step], Any]:
             model, loss, micro_batches, rng_states=states, prepare=prepare, **extras, **inputs
         )
         ended = random_state()
-        found |= gradients_of_loss(loss)
+        for name, parameter in model.named_parameters():
+            parameter.grad = found.get(name)
+        found = gradients_of(case, model, loss)
         steps.append({"loss": value, "gradients": found, "ended": ended})
     return steps, buffers_of(case, model)
 
@@ -290,6 +322,7 @@ UNLIKE = [
         "noisy": False,
     }
     | {"loss_in_ddp": False, "steps": 2, "scale": 1.0, "seed": 0}
+    | {"form": "itself", "hooked": False, "added": False}
     for model in ("shared projection", "two images")
     for sizes in ([[2], [2, 2, 3]], [[3, 2], [2]])
 ]

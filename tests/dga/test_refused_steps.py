@@ -50,28 +50,29 @@ def step_of(model, loss=None, **options):
 # --------------------------------------------------------------------------------------------------- before any gradient
 
 
-def returning(**outputs):
-    """Two towers whose outputs have these in place of their own."""
-
-    class Returning(Towers):
-        def forward(self, image, text):
-            return {**super().forward(image, text), **outputs}
-
-    return {"model": seeded(Returning)}
-
-
-def of(*micro_batch):
-    return {"micro_batches": [micro_batch]}
-
-
 def with_total(name, part):
     """A loss that returns the part and, by a name, their sum."""
     return lambda output_dict, **values: {"contrastive_loss": part(**values), name: part(**values)}
 
 
+class Returning(Towers):
+    """Outputs in place of the towers' own."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, image, text):
+        return super().forward(image, text) | self.outputs
+
+
+def returning(**outputs):
+    return {"model": seeded(lambda: Returning(outputs))}
+
+
 TWO, OUTSIDE = batches([2, 2]), nn.Parameter(torch.ones(8, 1, dtype=torch.float64))
 IMAGES, TEXTS = TWO[0]
-# the sentence -> what is given in place of two towers, our loss, and two micro-batches of two
+# the sentence -> what is given in place of two towers, our loss, and two micro-batches of two; or a micro-batch
 REFUSED = {
     "made for world_size=2": {"loss": ContrastiveLoss(rank=0, world_size=2)},
     "check must be .* 'sometimes'": {"check": "sometimes"},
@@ -82,14 +83,14 @@ REFUSED = {
     "read twice, but is empty": {"micro_batches": []},
     "read twice, but is list_iterator": {"micro_batches": iter(TWO)},
     "Micro-batch 0 must be a pair .* is a Tensor of 0": {"micro_batches": [IMAGES]},
-    "is a tuple of 1; parts after": of(IMAGES),
-    "is a tuple of 3; parts after": of(IMAGES, TEXTS, TEXTS),
-    r"images are \[2\] and those of its texts \[1\]": of(IMAGES, TEXTS[:1]),
-    r"images are \[0\] and those of its texts \[0\]": of(IMAGES[:0], TEXTS[:0]),
-    r"its texts \[2, 1\]": of(IMAGES, {"a": TEXTS, "b": TEXTS[:1]}),
-    r"its texts \[2, None\]": of(IMAGES, {"input_ids": TEXTS, "words": ["a", "b"]}),
-    r"its texts \[None\]": of(IMAGES, torch.tensor(1)),
-    r"its texts \[\]": of(IMAGES, {}),
+    "is a tuple of 1; parts after": (IMAGES,),
+    "is a tuple of 3; parts after": (IMAGES, TEXTS, TEXTS),
+    r"images are \[2\] and those of its texts \[1\]": (IMAGES, TEXTS[:1]),
+    r"images are \[0\] and those of its texts \[0\]": (IMAGES[:0], TEXTS[:0]),
+    r"its texts \[2, 1\]": (IMAGES, {"a": TEXTS, "b": TEXTS[:1]}),
+    r"its texts \[2, None\]": (IMAGES, {"input_ids": TEXTS, "words": ["a", "b"]}),
+    r"its texts \[None\]": (IMAGES, torch.tensor(1)),
+    r"its texts \[\]": (IMAGES, {}),
     "returned labels, logits, which would get no gradient": returning(logits=0, labels=0),
     r"image_features of 2 samples .* \(3, 4\)": returning(image_features=torch.ones(3, 4)),
     "text_features must be a floating point tensor, but is a list": returning(text_features=[1]),
@@ -112,7 +113,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_cannot_be_exact_is_refused(sentence):
-    given = {"model": seeded(Towers), "micro_batches": TWO, **REFUSED[sentence]}
+    given = REFUSED[sentence]
+    if isinstance(given, tuple):  # a micro-batch
+        given = {"micro_batches": [given]}
+    given = {"model": seeded(Towers), "micro_batches": TWO, **given}
     model, micro_batches = given.pop("model"), given.pop("micro_batches")
     if isinstance(model, nn.Bilinear):
         micro_batches = [(torch.ones(2, 1), torch.ones(2, 1))]
@@ -149,17 +153,7 @@ def test_a_logit_scale_that_depends_on_the_micro_batch_is_refused(make, retain):
         ReplayError, match="logit_scale of micro-batch [0-3] is another than that of the last one"
     ):
         step_of(seeded(make), retain=retain).backward(batches([3, 2, 2, 4]))
-
-
-def test_a_logit_scale_that_depends_on_nothing_but_its_own_dropout_is_right_for_one_micro_batch():
-    """One micro-batch has one scale: nothing to refuse, and the replay repeats its mask."""
-    model, micro_batches = seeded(DroppedScale), batches([5])
-    torch.manual_seed(SEED)
-    _, wanted = one_graph(model, ClipLoss(), micro_batches)
-    for retain in (0, 1):
-        torch.manual_seed(SEED)
-        step_of(model, retain=retain, check="always").backward(micro_batches)
-        assert error(gradients(model), wanted) <= EXACT
+    step_of(seeded(make), retain=min(retain, 1)).backward(batches([5]))  # which has one scale
 
 
 # ------------------------------------------------------------------------------------- 2: weights that change in a step
@@ -180,24 +174,18 @@ def test_an_optimizer_in_a_gradient_hook_is_refused(retain):
 class Momentum(Towers):
     """A frozen copy that follows the trained tower in each forward pass."""
 
-    def __init__(self):
+    def __init__(self, follow):
         super().__init__()
-        self.copy = nn.Linear(3 * 32 * 32, 8).requires_grad_(False)
+        self.copy, self.follow = nn.Linear(3 * 32 * 32, 8).requires_grad_(False), follow
 
     def forward(self, image, text):
         with torch.no_grad():
-            self.copy.weight.lerp_(self.image[1].weight, 0.1)
-        return super().forward(image, text)
+            self.follow(self.copy.weight, self.image[1].weight)
+        return super().forward(image.to(self.copy.weight.dtype), text)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_a_parameter_that_forward_changes_is_refused(deferred):
-    step = step_of(seeded(Momentum), check="never")
-    with pytest.raises(UserError, match=r"copy\.weight was changed within the step"):
-        (step.loss if deferred else step.backward)(batches([3, 2, 2]))
-
-
-WAYS = {  # as published momentum encoders are written; none raises the version of the parameter
+WAYS = {  # as published momentum encoders are written; the first alone raises the version of the parameter
+    "its version": lambda old, new: old.lerp_(new, 0.1),
     "another tensor": lambda old, new: setattr(old, "data", old.data * 0.9 + new.data * 0.1),
     "in place": lambda old, new: old.data.mul_(0.9).add_(new.data, alpha=0.1),
     "the same values": lambda old, new: setattr(old, "data", old.data.clone()),
@@ -206,21 +194,16 @@ WAYS = {  # as published momentum encoders are written; none raises the version 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_parameter_that_forward_changes_without_its_version_is_refused(way, dtype):
-    class Following(Momentum):
-        def forward(self, image, text):
-            WAYS[way](self.copy.weight, self.image[1].weight)
-            return Towers.forward(self, image.to(dtype), text)
-
-    step = step_of(seeded(Following).to(dtype))
+def test_a_parameter_that_forward_changes_is_refused(way, dtype):
+    step = step_of(seeded(lambda: Momentum(WAYS[way])).to(dtype))
     if way == "the same values":  # a clamp within bounds changes nothing
         step.backward(batches([3, 2, 2]))
         return
-    with pytest.raises(
-        ReplayError, match=r"^copy\.weight was changed within the step, through \.data"
-    ):
+    through = "" if way == "its version" else r", through \.data"
+    with pytest.raises(UserError, match=rf"^copy\.weight was changed within the step{through}"):
         step.backward(batches([3, 2, 2]))
-    step_of(step._inner, retain=3).backward(batches([3, 2, 2]))  # nothing is forwarded twice
+    if through:
+        step_of(step._inner, retain=3).backward(batches([3, 2, 2]))  # nothing is forwarded twice
 
 
 def test_parameters_without_plain_bits_are_left_out_and_no_bits_are_read_without_a_replay():
@@ -263,17 +246,15 @@ def test_when_the_first_check_looks_again(compiled):
 
 
 class WithoutGraph(Towers):
-    """The features come without graph, all outputs, or the images' alone."""
+    """The features come without graph, or all outputs."""
 
-    def __init__(self, of=()):
+    def __init__(self, of):
         super().__init__()
         self.of = of
 
     def forward(self, image, text):
-        return {
-            name: value.detach() if name in self.of else value
-            for name, value in super().forward(image, text).items()
-        }
+        outputs = super().forward(image, text)
+        return outputs | {name: outputs[name].detach() for name in self.of}
 
 
 FEATURES = ("image_features", "text_features")
@@ -287,13 +268,8 @@ def test_a_forward_without_gradient_is_refused(of, retain):
 
 
 @pytest.mark.parametrize("retain", [0, 1, 3])
-def test_features_of_which_some_have_a_graph_or_the_scale_alone_is_trained_are_not(retain):
+def test_a_scale_that_is_trained_alone_is_not(retain):
     micro_batches = batches([3, 2, 2])
-    model = seeded(lambda: WithoutGraph(FEATURES[:1]))
-    model.image.requires_grad_(False)
-    _, wanted = one_graph(model, ClipLoss(), micro_batches)
-    step_of(model, retain=retain).backward(micro_batches)
-    assert error(gradients(model), wanted) <= EXACT
     alone = seeded(Towers).requires_grad_(False)
     alone.logit_scale.requires_grad_(True)
     _, wanted = one_graph(alone, ClipLoss(), micro_batches)
@@ -315,44 +291,6 @@ def above(bound):
 def halve(parameter):
     """A hook after accumulation, which may not return anything."""
     parameter.grad.mul_(0.5)
-
-
-HOOKS = {
-    "a clamp": lambda g: g.clamp(-1e-3, 1e-3),
-    "a norm": lambda g: g / (g.norm() + 1e-6),
-    "a shift": lambda g: g + 1.0,
-    "a mask": lambda g: g * (torch.arange(g.numel()).view_as(g) % 2),
-    "a guard": above(100),
-}
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("retain", [0, 1, 3])
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_gradient_hook_acts_once_on_the_gradient_of_the_batch(name, retain, deferred):
-    """A recording hook before it and one behind it see what they see with one graph, and nothing else."""
-    model, micro_batches, seen = seeded(Towers), batches([3, 2, 2]), []
-    for parameter in (model.text.weight, model.logit_scale):
-        parameter.register_hook(lambda gradient: seen.append(gradient.clone()))
-        parameter.register_hook(HOOKS[name])
-        parameter.register_hook(lambda gradient: seen.append(gradient.clone()))
-    parameter.register_post_accumulate_grad_hook(halve)
-    given = dict(model.text.weight._backward_hooks)
-    _, wanted = one_graph(model, ClipLoss(), micro_batches)
-    whole = sorted(seen, key=lambda gradient: gradient.norm())
-    seen.clear()
-    for _ in range(2):
-        step = step_of(model, retain=retain)
-        if deferred:
-            step.loss(micro_batches).backward()
-        else:
-            step.backward(micro_batches)
-        assert error(gradients(model), wanted) <= EXACT
-    for once in (seen[:4], seen[4:]):
-        found = sorted(once, key=lambda gradient: gradient.norm())
-        for one, other in zip(found, whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
-    assert dict(model.text.weight._backward_hooks) == given
 
 
 def test_hooks_that_raise_and_that_remove_themselves_leave_the_others_in_place():
