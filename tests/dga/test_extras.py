@@ -1,7 +1,6 @@
 """Per-sample terms, teachers and further features of a step against one graph (fp64); random steps have them, too."""
 
 import copy
-import re
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.nn.functional import normalize
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga import CaptionTerm, DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.losses import ContrastiveLoss
-from support import ROOT
+from support import documented
 from support.dga_reference import (
     accumulated,
     batches,
@@ -100,68 +99,16 @@ def test_a_term_gets_the_prepared_inputs_and_the_further_parts():
 
 def test_the_teacher_of_each_micro_batch():
     model, teacher = bert_clip(), bert_clip(seed=3).eval()
-    micro_batches = batches([3, 2, 2])
-    calls = []
+    micro_batches, calls = batches(SIZES), []
     counted = lambda *inputs: calls.append(1) or teacher(*inputs)  # noqa: E731
     losses, _ = accumulated(model, DistillClipLoss(), micro_batches, teacher=counted, retain=0)
     assert len(calls) == 3  # once each, not in the replay
     assert losses.keys() == {"contrastive_loss", "distill_loss", "loss", "logit_scale"}
     assert all(parameter.grad is None for parameter in teacher.parameters())
-    order = torch.tensor([3, 0, 6, 1, 2, 5, 4])
     model.eval()
     _, wanted = reference(model, DistillClipLoss(), micro_batches, teacher=teacher)
-    texts = torch.cat([texts for _, texts in micro_batches])[order].split([3, 2, 2])
-    shuffled = [(images, text) for (images, _), text in zip(micro_batches, texts, strict=True)]
-    _, found = accumulated(
-        model, DistillClipLoss(), shuffled, teacher=teacher, loss_inputs={"text_order": order}
-    )
-    assert sharp_error(found, wanted) <= EXACT
-
-
-class Views(nn.Module):
-    """An image with two views beside a text (SLIP), and a second feature of the text."""
-
-    def __init__(self):
-        super().__init__()
-        self.clip, self.head = bert_clip(), nn.Linear(16, 4).double()
-
-    def forward(self, images, texts):
-        outputs = self.clip(images["image"], texts)
-        for name in ("first", "second"):
-            outputs[name] = self.head(self.clip.encode_image(images[name]))
-        outputs["words"] = torch.stack([outputs["text_features"]] * 3, dim=1).cumsum(1)
-        return outputs
-
-
-def views_loss(image_features, text_features, logit_scale, first, second, words, output_dict):
-    both = ContrastiveLoss()(normalize(first, dim=-1), normalize(second, dim=-1), logit_scale)
-    late = torch.einsum("id,jtd->ijt", image_features, words).amax(2).logsumexp(1).mean()
-    return {
-        "contrastive_loss": both + late + ClipLoss()(image_features, text_features, logit_scale)
-    }
-
-
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_further_features_of_images_and_of_texts(shuffled):
-    torch.manual_seed(0)
-    model = Views().train(not shuffled)
-    micro_batches = [
-        ({"image": images, "first": images + 1, "second": images * 2}, texts)
-        for images, texts in batches([3, 2, 2])
-    ]
-    more = {"first": "images", "second": "images", "words": "texts"}
-    _, wanted = reference(model, views_loss, micro_batches, more=more)
-    inputs = {}
-    if shuffled:
-        inputs["text_order"] = torch.tensor([3, 0, 6, 1, 2, 5, 4])
-        texts = torch.cat([texts for _, texts in micro_batches])[inputs["text_order"]]
-        micro_batches = [
-            (images, part)
-            for (images, _), part in zip(micro_batches, texts.split([3, 2, 2]), strict=True)
-        ]
-    _, found = accumulated(
-        model, views_loss, micro_batches, features=more, check="always", loss_inputs=inputs
-    )
+    given, order = in_another_order(micro_batches), {"text_order": ORDER}
+    _, found = accumulated(model, DistillClipLoss(), given, teacher=teacher, loss_inputs=order)
     assert sharp_error(found, wanted) <= EXACT
 
 
@@ -195,79 +142,68 @@ class PagesAndQueries(nn.Module):
         return outputs
 
 
-def test_the_documented_late_interaction_is_exact():
-    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    code = next(block for block in blocks if "def late_interaction" in block)
-    model, micro_batches = PagesAndQueries(), batches([3, 2, 2])
+SIZES = [3, 2, 2]
+ORDER = torch.tensor([3, 0, 6, 1, 2, 5, 4])
+
+
+def in_another_order(micro_batches):
+    """The same pairs with their texts in `ORDER`."""
+    texts = torch.cat([texts for _, texts in micro_batches])[ORDER].split(SIZES)
+    return [(images, text) for (images, _), text in zip(micro_batches, texts, strict=True)]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_the_documented_late_interaction_is_exact(shuffled):
+    """With further features of images and of texts."""
+    model, micro_batches = PagesAndQueries().train(not shuffled), batches(SIZES)
     scope = {
         "DecoupledGradientAccumulation": DecoupledGradientAccumulation, "nn": nn, "torch": torch,
         "pages_and_queries": model,
     }  # fmt: skip
-    exec(compile(code, "docs/dga.md", "exec"), scope)
+    exec(compile(documented("def late_interaction"), "docs/dga.md", "exec"), scope)
     more = {"patches": "images", "tokens": "texts"}
 
     def loss(**values):
         return {"contrastive_loss": scope["late_interaction"](**values)}
 
     _, wanted = reference(model, loss, micro_batches, more=more)
-    _, found = accumulated(model, loss, micro_batches, features=more, check="always")
+    inputs = {"text_order": ORDER} if shuffled else {}
+    given = in_another_order(micro_batches) if shuffled else micro_batches
+    _, found = accumulated(model, loss, given, features=more, check="always", loss_inputs=inputs)
     assert sharp_error(found, wanted) <= EXACT
 
 
 def test_the_documented_losses_and_terms_run_exactly():
     """docs/dga.md's examples: labels, Matryoshka; a head, a balance loss and captions as terms."""
-    page = (ROOT / "docs" / "dga.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    of_features, of_terms = (
-        next(block for block in blocks if f"{name}(" in block)
-        for name in ("Matryoshka", "CaptionTerm")
-    )
-    sizes, labels = [3, 2, 2], torch.tensor([0, 1, 0, 2, 1, 1, 3])
-    model, micro_batches = bert_clip().eval(), batches(sizes)
+    labels = torch.tensor([0, 1, 0, 2, 1, 1, 3])
+    model, heads, coca = bert_clip().eval(), Heads().eval(), tiny_coca().eval()
+    pairs, texts = batches(SIZES), padded_batches(SIZES)
+    labelled = [(*pair, part) for pair, part in zip(pairs, labels.split(SIZES), strict=True)]
     scope = {
         "DecoupledGradientAccumulation": DecoupledGradientAccumulation, "ContrastiveLoss": ContrastiveLoss, "nn": nn,
-        "model": model, "micro_batches": micro_batches, "labels": labels,
+        "model": model, "micro_batches": pairs, "labels": labels,
+        "model_with_heads": heads, "coca": coca, "labelled_micro_batches": labelled,
     }  # fmt: skip
-    exec(compile(of_features.replace("64, 128, 512", "4, 8, 16"), "docs/dga.md", "exec"), scope)
-    found = gradients(model)
+    of_features = documented("Matryoshka(").replace("64, 128, 512", "4, 8, 16")
+    exec(compile(of_features, "docs/dga.md", "exec"), scope)
+    scope["micro_batches"] = texts
+    exec(compile(documented("CaptionTerm("), "docs/dga.md", "exec"), scope)
+    found = [gradients(each) for each in (model, heads, coca)]
     small = scope["Matryoshka"](ContrastiveLoss(), (4, 8, 16))
-    for loss, inputs in ((scope["supervised_contrastive"], {"labels": labels}), (small, {})):
 
-        def as_dict(loss=loss, **values):
-            value = loss(**values)
-            return value if isinstance(value, dict) else {"contrastive_loss": value}
+    def both(labels, **values):
+        return {
+            "labels": scope["supervised_contrastive"](labels=labels, **values),
+            **small(**values),
+        }
 
-        one_graph_of(model, as_dict, micro_batches, found, **inputs)
-    assert max(gradient.abs().max().item() for gradient in found.values()) <= 1e-12
-
-    coca, heads = tiny_coca().eval(), Heads().eval()
-    labelled = [
-        (*pair, part) for pair, part in zip(micro_batches, labels.split(sizes), strict=True)
+    wanted = [
+        one_graph(model, both, pairs, labels=labels),
+        one_graph(heads, ClipLoss(), labelled, terms=scope["terms"]),
+        one_graph(coca, ClipLoss(), texts, terms=CaptionTerm(2.0)),
     ]
-    texts = padded_batches(sizes)
-    scope |= {"model_with_heads": heads, "coca": coca, "labelled_micro_batches": labelled}
-    exec(compile(of_terms, "docs/dga.md", "exec"), scope | {"micro_batches": texts})
-    found = gradients(heads)
-    one_graph_of(heads, ClipLoss(), labelled, found, terms=scope_terms(of_terms))
-    assert max(gradient.abs().max().item() for gradient in found.values()) <= 1e-12
-    found = gradients(coca)
-    one_graph_of(coca, ClipLoss(), texts, found, terms=CaptionTerm(2.0))
-    assert max(gradient.abs().max().item() for gradient in found.values()) <= 1e-12
-
-
-def scope_terms(code):
-    """The function `terms` of a documented block."""
-    scope = {"nn": nn}
-    exec(code[: code.index("dga =")], scope)
-    return scope["terms"]
-
-
-def one_graph_of(model, loss, micro_batches, found, **options):
-    """Subtract the gradients of one graph from those that were found."""
-    _, wanted = one_graph(model, loss, micro_batches, **options)
-    for name, gradient in wanted.items():
-        found[name] = found[name] - gradient
+    for one, (_, other) in zip(found, wanted, strict=True):
+        assert sharp_error(one, other) <= EXACT
 
 
 def test_a_term_that_the_replay_does_not_repeat_is_found():

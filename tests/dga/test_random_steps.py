@@ -1,4 +1,4 @@
-"""Random models x losses x terms x K x R x sizes x freezing, in one process and on two ranks: the standing guard of exactness.
+"""Random models x losses x terms x K x R x sizes x freezing, in one process and over ranks: the standing guard of exactness.
 
 Every step is compared with one graph over the whole batch under the same random masks. Two bounds hold in fp64: 1e-10 for the
 error of support/dga_reference.py, whose floor is 1e-6 of the norm of all gradients, and 1e-12 for `sharp_error`. Under torchrun
@@ -27,6 +27,7 @@ from open_clip_zerovl.dga import CaptionTerm
 from open_clip_zerovl.dga.retain import most_graphs
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
+from support.dense_loss import sample_ids
 from support.dga_reference import (
     TOLERANCE,
     error,
@@ -36,25 +37,41 @@ from support.dga_reference import (
     sharp_error,
 )
 from support.programs import run_ranks
-from support.two_towers import MODELS, Metric, loss_for, noisy, tokens_and_experts
+from support.two_towers import MODELS, Adapter, Metric, loss_for, noisy, tokens_and_experts
+
+
+class LossOfViews(ClipLoss):
+    """open_clip's loss of the texts with each of an image's two features."""
+
+    def forward(self, image_features, text_features, logit_scale, second, output_dict=True):
+        sides, loss = {"first": image_features, "second": second}, super().forward
+        return {name: loss(side, text_features, logit_scale) for name, side in sides.items()}
+
 
 LOSSES = {  # called with rank and world_size
     "ours": ContrastiveLoss,
     "ours in chunks": partial(ContrastiveLoss, chunk_size=3),
     "ours with mixup": partial(ContrastiveLoss, chunk_size=2),
+    "ours, shared captions": partial(ContrastiveLoss, chunk_size=3, positives="caption"),
+    "ours, shared captions or pictures": partial(ContrastiveLoss, positives="both"),
     "one that learns": Metric,
     "one that drops features": lambda **_: noisy,
     "ClipLoss": ClipLoss,
     "ClipLoss, gathered": partial(ClipLoss, gather_with_grad=True),
     "ClipLoss, local": partial(ClipLoss, gather_with_grad=True, local_loss=True),
+    "ClipLoss of two views": LossOfViews,
     "distilled": DistillClipLoss,
     "distilled, gathered": partial(DistillClipLoss, gather_with_grad=True),
-    "SigLIP": SigLipLoss,
     "our SigLIP": partial(SigmoidLoss, chunk_size=3),
+    "our SigLIP, shared captions or pictures": partial(SigmoidLoss, positives="both"),
+    **{
+        f"SigLIP, {impl}": partial(SigLipLoss, dist_impl=impl)
+        for impl in ("bidir", "shift", "reduce", "gather")
+    },
 }
 DISTILLED = {"distilled", "distilled, gathered"}
-OPEN_CLIPS = {name for name in LOSSES if "Clip" in name} | DISTILLED | {"SigLIP"}
-SIGMOID = {"SigLIP", "our SigLIP"}
+OPEN_CLIPS = {name for name in LOSSES if not name.startswith(("our", "one"))}
+SIGMOID = {name for name in LOSSES if "SigLIP" in name}
 TERMS = {"none": None, "three": tokens_and_experts, "captions": CaptionTerm(2.0)}
 # The one graph plays ranks by torch's random numbers alone; forms of tokens are the same over ranks.
 OVER_RANKS = tuple(name for name in MODELS if "noise" not in name and "two texts" not in name)
@@ -63,27 +80,36 @@ MODELS_WITH_SCALE = ("ViT and BERT", "open_clip.CLIP", "not open_clip's", "froze
 NARROW = ("tied embeddings", "not open_clip's", "noise of Python and NumPy", "CoCa")
 FROZEN = (None, "visual", "text", "visual.proj", "text.proj", "logit_scale")
 IN_FP32 = ("ViT and BERT", "open_clip.CLIP", "LoRA", "checkpointing", "CoCa")
-# How a loss that learns is given
 FORMS_OF_LOSS = {
     "itself": lambda loss: loss,
-    "partial": partial,
-    "method": lambda loss: loss.forward,
+    "in a partial": partial,
+    "its method": lambda loss: loss.forward,
 }
+DDP_OPTIONS = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
 SHARP = {torch.float64: 1e-12, torch.float32: 5e-5}
 Step = dict[str, Any]  # the loss, the gradients, and the random state after a step
 
 
-@st.composite
-def cases(draw: Any, models: tuple[str, ...] = tuple(MODELS), ranks: int = 1) -> dict[str, Any]:
-    model = draw(st.sampled_from(sorted(models)))
-    losses = SIGMOID | {"ours", "ClipLoss"} if model == "with a bias" else LOSSES.keys() - SIGMOID
+def losses_of(model: str, ranks: int) -> set[str]:
+    """The losses that take a model's outputs and are those of the whole batch over ranks."""
+    if model == "with a bias":
+        return SIGMOID | {"ours", "ClipLoss"}
+    if model == "a second view":
+        return {"ClipLoss of two views"}
+    losses = LOSSES.keys() - SIGMOID - {"ClipLoss of two views"}
     if "two" in model or model in NARROW:
         losses = losses - {"one that learns"}
     if model not in MODELS_WITH_SCALE:
         losses = losses - DISTILLED
-    if ranks > 1:  # a rank's own noise on all ranks' features is no loss of the whole batch
-        losses = losses - {"one that drops features"}
-    loss = draw(st.sampled_from(sorted(losses)))
+    return losses if ranks == 1 else losses - {"one that drops features"}
+
+
+@st.composite
+def cases(
+    draw: Any, models: tuple[str, ...] = tuple(MODELS), ranks: int = 1, only: str | None = None
+) -> dict[str, Any]:
+    pairs = [(model, loss) for model in models for loss in sorted(losses_of(model, ranks))]
+    model, loss = draw(st.sampled_from([pair for pair in pairs if only in (None, pair[1])]))
     smallest = 2 if "images" in model else 1  # batch norm takes no single sample
     micro_batches = st.lists(st.integers(smallest, 4), min_size=1, max_size=5)
     sizes = [draw(micro_batches)]
@@ -91,22 +117,29 @@ def cases(draw: Any, models: tuple[str, ...] = tuple(MODELS), ranks: int = 1) ->
         of_rank = st.permutations(sizes[0]) if loss in OPEN_CLIPS else micro_batches
         sizes.append(draw(of_rank))
     in_fp32 = model in IN_FP32 and loss != "one that learns" and draw(st.booleans())
+    learns, training = loss == "one that learns", draw(st.booleans())
+    terms = "captions" if model == "CoCa" else draw(st.sampled_from(["none", "three"]))
+    most = min(most_graphs(len(of), ranks) for of in sizes)
     return {
         "model": model,
         "loss": loss,
-        "terms": "captions" if model == "CoCa" else draw(st.sampled_from(["none", "three"])),
+        "terms": terms,
         "sizes": sizes,
-        "retain": draw(st.integers(0, min(most_graphs(len(of), ranks) for of in sizes))),
+        "retain": draw(st.integers(0, most) | st.just("auto")),
         "frozen": draw(st.sampled_from(FROZEN)),
         "dtype": torch.float32 if in_fp32 else torch.float64,
         "autocast": in_fp32 and draw(st.booleans()),
-        "training": draw(st.booleans()),
+        "training": training,
         "deferred": draw(st.booleans()),
         "noisy": draw(st.booleans()),
-        "loss_in_ddp": ranks > 1 and loss == "one that learns" and draw(st.booleans()),
-        "form": draw(st.sampled_from(sorted(FORMS_OF_LOSS)))
-        if loss == "one that learns"
-        else "itself",
+        # texts of other images in a micro-batch, in the one graph under other masks
+        "shuffled": model in IN_FP32 and terms == "none" and not training and draw(st.booleans()),
+        "adapter": ranks > 1 and draw(st.booleans()),
+        "ddp": DDP_OPTIONS
+        if ranks > 1 and model != "checkpointing" and draw(st.booleans())
+        else {},
+        "loss_in_ddp": ranks > 1 and learns and draw(st.booleans()),
+        "form": draw(st.sampled_from([*FORMS_OF_LOSS][: 3 if learns else 2])),
         # over ranks each hook sees its rank's own gradient: test_ranks.py
         "hooked": ranks == 1 and draw(st.booleans()),
         "added": draw(st.booleans()),
@@ -148,6 +181,10 @@ def bend_gradients(model: torch.nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(halve)
 
 
+def further(case: dict[str, Any]) -> list[str]:
+    return ["second"] if case["model"] == "a second view" else []
+
+
 def noise(images: Any, texts: Any, *further: Any) -> tuple[Any, Any]:
     """Prepare inputs with random numbers, as an augmentation on the device does."""
     if isinstance(images, torch.Tensor) and images.is_floating_point():
@@ -155,18 +192,31 @@ def noise(images: Any, texts: Any, *further: Any) -> tuple[Any, Any]:
     return images, texts
 
 
-def inputs_of(case: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
-    mixed = case["loss"] == "ours with mixup"
-    return {"mixup_lambda": 0.7, "partner": reversed_partner(sizes)} if mixed else {}
+def inputs_of(case: dict[str, Any], *ranks: int) -> dict[str, Any]:
+    """Inputs of the loss for the rows of some ranks."""
+    sizes = [size for rank in ranks for size in case["sizes"][rank]]
+    if case["loss"] == "ours with mixup":
+        return {"mixup_lambda": 0.7, "partner": reversed_partner(sizes)}
+    if "shared" in case["loss"]:
+        each = [sample_ids(sum(case["sizes"][rank]), case["seed"] + rank) for rank in ranks]
+        return {"ids": {name: torch.cat([one[name] for one in each]) for name in each[0]}}
+    return {}
 
 
-def all_sizes(case: dict[str, Any]) -> list[int]:
-    return [size for of_rank in case["sizes"] for size in of_rank]
+def shuffled(case: dict[str, Any], micro_batches: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The same pairs with their texts in another order, and that order."""
+    if not case["shuffled"]:
+        return micro_batches, {}
+    images, texts = zip(*micro_batches, strict=True)
+    order = torch.randperm(sum(map(len, texts)), generator=torch.Generator().manual_seed(3))
+    texts = torch.cat(texts)[order].split([len(part) for part in texts])
+    return list(zip(images, texts, strict=True)), {"text_order": order}
 
 
 def batches_of(case: dict[str, Any]) -> list[list[Any]]:
     """The micro-batches of each rank."""
-    every = iter(MODELS[case["model"]][1](all_sizes(case)))
+    sizes = [size for of_rank in case["sizes"] for size in of_rank]
+    every = iter(MODELS[case["model"]][1](sizes))
     of_ranks = [[next(every) for _ in sizes] for sizes in case["sizes"]]
     if case["dtype"] == torch.float32:
         of_ranks = [[(images.float(), texts) for images, texts in each] for each in of_ranks]
@@ -203,14 +253,17 @@ def steps_of(case: dict[str, Any], rank: int = 0, **options: Any) -> tuple[list[
     wrapped = FORMS_OF_LOSS[case["form"]](loss)
     if case["loss_in_ddp"]:
         wrapped = DistributedDataParallel(loss, find_unused_parameters=True)
+    of_rank = DistributedDataParallel(model, **case["ddp"]) if ranks > 1 else model
     step = DecoupledGradientAccumulation(
-        DistributedDataParallel(model) if ranks > 1 else model,
+        Adapter(of_rank) if case["adapter"] else of_rank,
         wrapped,
         retain=case["retain"],
         scaler=scaler,
+        features=dict.fromkeys(further(case), "images"),
         **{"check": "always", **extras, **options},
     )
-    micro_batches, inputs = batches_of(case)[rank], inputs_of(case, case["sizes"][rank])
+    micro_batches, order = shuffled(case, batches_of(case)[rank])
+    inputs = inputs_of(case, rank) | order
     prepare = noise if case["noisy"] else None
     steps: list[Step] = []
     for number in range(case["steps"]):
@@ -234,7 +287,7 @@ def steps_of(case: dict[str, Any], rank: int = 0, **options: Any) -> tuple[list[
 def one_graphs_of(case: dict[str, Any]) -> tuple[list[Step], Any]:
     """The same over the micro-batches of all ranks in one graph."""
     model, loss, extras = built(case)
-    inputs, steps = inputs_of(case, all_sizes(case)), []
+    inputs, steps = inputs_of(case, *range(len(case["sizes"]))), []
     prepare = noise if case["noisy"] else None
     for number in range(case["steps"]):
         micro_batches, states = [], []
@@ -243,7 +296,14 @@ def one_graphs_of(case: dict[str, Any]) -> tuple[list[Step], Any]:
             states += [torch.get_rng_state(), *[None] * (len(of_rank) - 1)]
             micro_batches += of_rank
         value, found = one_graph(
-            model, loss, micro_batches, rng_states=states, prepare=prepare, **extras, **inputs
+            model,
+            loss,
+            micro_batches,
+            rng_states=states,
+            prepare=prepare,
+            more=further(case),
+            **extras,
+            **inputs,
         )
         ended = random_state()
         for name, parameter in model.named_parameters():
@@ -311,18 +371,16 @@ MANY = int(os.environ.get("EXAMPLES", "400"))  # 5000 for as many as one likes
 CONTROL = {"check": "never", "replay_rng": False}
 
 
+PLAIN = {"terms": "none", "frozen": None, "dtype": torch.float64, "autocast": False}
+PLAIN |= dict.fromkeys(
+    ("deferred", "noisy", "shuffled", "adapter", "loss_in_ddp", "hooked", "added"), False
+)
+PLAIN |= {"ddp": {}, "form": "itself"}
 # One rank keeps its only graph and the other replays: DDP's own collectives met in another order. Both models have buffers.
 UNLIKE = [
-    {"model": model, "loss": "ours", "terms": "none", "sizes": sizes, "retain": 1, "frozen": None}
-    | {
-        "dtype": torch.float64,
-        "autocast": False,
-        "training": True,
-        "deferred": False,
-        "noisy": False,
-    }
-    | {"loss_in_ddp": False, "steps": 2, "scale": 1.0, "seed": 0}
-    | {"form": "itself", "hooked": False, "added": False}
+    PLAIN
+    | {"model": model, "loss": "ours", "sizes": sizes, "retain": 1, "training": True}
+    | {"steps": 2, "scale": 1.0, "seed": 0}
     for model in ("shared projection", "two images")
     for sizes in ([[2], [2, 2, 3]], [[3, 2], [2]])
 ]
@@ -334,16 +392,7 @@ UNLIKE += [
 
 def masked(case: dict[str, Any]) -> dict[str, Any]:
     """The case of a model whose dropout shows in its gradient."""
-    shown = {
-        "model": "ViT and BERT",
-        "loss": "ours",
-        "training": True,
-        "retain": 0,
-        "terms": "none",
-        "loss_in_ddp": False,
-        "deferred": False,
-    }
-    return case | shown | {"dtype": torch.float64, "autocast": False}
+    return case | PLAIN | {"model": "ViT and BERT", "loss": "ours", "training": True, "retain": 0}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -372,16 +421,24 @@ def test_with_other_masks_in_the_replay_they_are_not(caplog, case):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("examples", [16, pytest.param(MANY // 2, marks=pytest.mark.slow)])
-def test_random_steps_over_two_ranks_are_exact(examples, tmp_path):
-    """All in one start of two processes; the last two once more with other masks in the replay, which must show."""
+@pytest.mark.parametrize(
+    ("ranks", "examples"),
+    [(2, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, MANY // 2), (4, 16)))],
+)
+def test_random_steps_over_ranks_are_exact(ranks, examples, tmp_path):
+    """In one start of the processes, each loss once at least; the last two once more with other masks, which must show."""
     drawn: list[dict[str, Any]] = list(UNLIKE)
-    every = settings(max_examples=examples, **QUIET)
-    every(given(cases(OVER_RANKS, ranks=2))(lambda case: drawn.append(case)))()
+    over_ranks = partial(cases, OVER_RANKS, ranks=ranks)
+    losses = sorted(set().union(*(losses_of(model, ranks) for model in OVER_RANKS)))
+    for number, space in [
+        (examples, over_ranks()),
+        *((1, over_ranks(only=each)) for each in losses),
+    ]:
+        settings(max_examples=number, **QUIET)(given(space)(lambda case: drawn.append(case)))()
     controls = [masked(case) for case in drawn[-2:]]
     torch.save((drawn, controls), tmp_path / "cases.pt")
-    run_ranks(2, __file__, str(tmp_path), timeout=1700)
-    of_ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    run_ranks(ranks, __file__, str(tmp_path), timeout=1700)
+    of_ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     for case, *found in zip([*drawn, *controls], *of_ranks, strict=True):
         shown = pytest.raises(AssertionError) if case in controls else nullcontext()
         with shown:

@@ -17,7 +17,7 @@ LIBRARIES = {
 }
 
 
-@pytest.mark.slow  # importing a trainer takes up to 7 seconds; CI's job `trainers` runs it. `dga.loss` itself: test_deferred.py
+@pytest.mark.slow  # importing a trainer takes up to 7 seconds; CI's job `trainers` runs it. `dga.loss` itself: test_step.py
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("example", LIBRARIES)
 def test_the_weights_are_those_of_one_graph(example, ranks):

@@ -6,7 +6,6 @@ gradient of a contrastive loss does not depend on it. The models have no dropout
 
 import copy
 import os
-import re
 import sys
 import tempfile
 
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
-from support import ROOT
+from support import documented
 from support.dga_reference import CONTEXT, VOCABULARY
 
 SAMPLES, STEPS, MICRO_BATCH, RATE = 12, 3, "5", 0.05
@@ -28,18 +27,15 @@ SIZES = {
 }
 
 
-def documented(page: str, *needles: str) -> dict:
+def defined(page: str, *needles: str) -> dict:
     """The names that Python blocks of a page define, with micro-batches of 5 instead of 32."""
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL
-    )
     scope = {
         "ContrastiveLoss": ContrastiveLoss,
         "DecoupledGradientAccumulation": DecoupledGradientAccumulation,
     }
     for needle in needles:
-        (code,) = (block for block in blocks if needle in block)
-        exec(compile(code.replace("32", MICRO_BATCH), page, "exec"), scope)
+        code = documented(needle, page).replace("32", MICRO_BATCH)
+        exec(compile(code, page, "exec"), scope)
     return scope
 
 
@@ -88,9 +84,7 @@ def own_loop(train, epochs: int):
 
 def accelerate():
     def train(model, loader):
-        documented("api.md", "def train(model, optimizer, loader)")["train"](
-            model, sgd(model), loader
-        )
+        defined("api.md", "def train(model, optimizer, loader)")["train"](model, sgd(model), loader)
 
     os.environ["ACCELERATE_USE_CPU"] = (
         "true"  # as `accelerate launch --cpu` does; torchrun alone makes one process of each
@@ -102,7 +96,7 @@ def lightning(towers_alone: bool = True):
     import lightning
 
     def train(model, loader):
-        scope = documented("api.md", "class TowersDDP")
+        scope = defined("api.md", "class TowersDDP")
         chosen = (
             scope["TowersDDP"](process_group_backend="gloo")
             if ranks() > 1 and towers_alone
@@ -129,7 +123,7 @@ def hugging_face(model, rows, loss, terms=None):
     """The documented trainer: one step in an epoch."""
     from transformers import TrainingArguments, default_data_collator
 
-    scope = documented("dga.md", "class HuggingFaceTowers", "class LargeBatchTrainer")
+    scope = defined("dga.md", "class HuggingFaceTowers", "class LargeBatchTrainer")
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     sides = [
         {k: v for k, v in batch.items() if (k == "input_ids") == text} for text in (False, True)

@@ -202,15 +202,30 @@ def image_batches(sizes):
     ]
 
 
-def stock_clip():
-    text = {
-        "context_length": CONTEXT,
-        "vocab_size": VOCABULARY,
-        "width": 32,
-        "heads": 2,
-        "layers": 1,
-    }
-    return seeded(lambda: open_clip.CLIP(16, vit(), text, output_dict=True))
+def stock_clip(kind=open_clip.CLIP, *, vision=None, **text):
+    """Build open_clip's own towers."""
+    sizes = {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2}
+    sizes |= {"layers": 1, **text}
+    return seeded(lambda: kind(16, vit() | (vision or {}), sizes, output_dict=True))
+
+
+class Adapter(nn.Module):
+    """A module around a model, as a user writes it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images, texts):
+        return self.model(images, texts)
+
+
+class WithSecondView(Adapter):
+    """A CLIP that also returns another feature of each image."""
+
+    def forward(self, images, texts):
+        outputs = self.model(images, texts)
+        return {**outputs, "second": outputs["image_features"].roll(1, dims=1)}
 
 
 def with_frozen(part, make=bert_clip):
@@ -287,6 +302,7 @@ MODELS = {
         for part in ("visual", "text", "text.proj", "logit_scale")
     },
     "LoRA": (with_lora, batches),
+    "a second view": (lambda: WithSecondView(bert_clip()), batches),
     "CoCa": (tiny_coca, padded_batches),
     "adapter in encode_image": (adapter_in_encode_image, batches),
     "adapter in a hook": (adapter_in_a_hook, batches),
