@@ -21,7 +21,7 @@ import open_clip
 from open_clip.factory import get_model_config, parse_model_name
 
 from open_clip_zerovl.core.errors import UserError, nearest
-from open_clip_zerovl.core.files import did_you_mean, read_json, reading
+from open_clip_zerovl.core.files import did_you_mean, reading
 from open_clip_zerovl.models.configs import (
     DEFAULT_CONTEXT_LENGTH,
     TEXT_WEIGHTS,
@@ -179,10 +179,7 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
             f"the text tower's folder {source} does not exist (seen from {Path.cwd()})"
             + (made_by or did_you_mean(source))
         )
-    file = folder / "config.json"
-    config = read_json(file)
-    with reading(file, "give the config of an HF text tower"):
-        check_text_tower(folder, config, context_length)
+    check_text_tower(folder, context_length)
 
 
 def pretrained_text_of(name: str) -> bool:

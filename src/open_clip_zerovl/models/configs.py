@@ -223,19 +223,22 @@ def check_local_dir(folder: Path) -> None:
             f"{folder} has no {TOWER_FILE} of its text tower, which is not in {source} either: copy it into the folder, or "
             "export again"
         )
-    file = Path(source, TOWER_FILE)
-    config = read_json(file)
-    with reading(file, "give the config of an HF text tower"):
-        length = text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH)
-        check_text_tower(Path(source), config, length)
+    check_text_tower(Path(source), text_cfg.get("context_length", DEFAULT_CONTEXT_LENGTH))
 
 
-def check_text_tower(folder: Path, config: Mapping[str, Any], context_length: int) -> None:
+def check_text_tower(folder: Path, context_length: int) -> None:
     """Refuse a text tower that open_clip cannot build, and a tokenizer that does not fit it.
 
     Raises:
         UserError: another type of model, tokens without embeddings or positions, padding that would be read as text.
     """
+    file = folder / TOWER_FILE
+    config = read_json(file)
+    with reading(file, "give the config of an HF text tower"):
+        _check_text_config(folder, config, context_length)
+
+
+def _check_text_config(folder: Path, config: Mapping[str, Any], context_length: int) -> None:
     from open_clip.hf_configs import arch_dict
 
     from open_clip_zerovl.models.text_towers import DECODERS
@@ -252,13 +255,7 @@ def check_text_tower(folder: Path, config: Mapping[str, Any], context_length: in
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         # transformers would make one of five special tokens
         raise UserError(f"{folder} holds no tokenizer ({' or '.join(TOKENIZER_FILES[:2])})")
-    tokens = _vocabulary_size(folder)
-    embeddings = config.get("vocab_size")
-    if tokens and embeddings and tokens > embeddings:
-        raise UserError(
-            f"the tokenizer in {folder} has {tokens} tokens, the tower only {embeddings}: they do not match"
-        )
-    _check_padding(folder)
+    _check_tokenizer(folder, config.get("vocab_size"))
     positions = config.get("max_position_embeddings")
     if positions and kind in ("roberta", "xlm-roberta"):
         # They count positions from the padding token's number on.
@@ -270,17 +267,22 @@ def check_text_tower(folder: Path, config: Mapping[str, Any], context_length: in
         )
 
 
-def _check_padding(folder: Path) -> None:
-    """Refuse a tokenizer whose padding the tower would read as text: it masks the number that its config names.
+def _check_tokenizer(folder: Path, embeddings: int | None) -> None:
+    """Refuse tokens without embeddings, and padding that the tower would read as text: it masks the number of its config.
 
     Raises:
-        UserError: another number, or padding before the text, where a pooled first token is one.
+        UserError: more tokens, another number, or padding before the text, where a pooled first token is one.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     with no_code_from_data():
         number = AutoConfig.from_pretrained(folder).pad_token_id
         tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    if embeddings and tokens > embeddings:
+        raise UserError(
+            f"the tokenizer in {folder} has {tokens} tokens, the tower only {embeddings}: they do not match"
+        )
     advice = "give its own tokenizer, or align heads on it with `zerovl align --text hf:...`, which mends it"
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != number:
         raise UserError(
@@ -289,29 +291,6 @@ def _check_padding(folder: Path) -> None:
         )
     if tokenizer.padding_side != "right":
         raise UserError(f"the tokenizer in {folder} pads before the text; {advice}")
-
-
-def _vocabulary_size(folder: Path) -> int:
-    """Count the tokens of the folder's tokenizer.
-
-    Returns:
-        0 if its format does not list them.
-    """
-    tokenizer, words = folder / "tokenizer.json", folder / "vocab.txt"
-    if tokenizer.is_file():
-        content = json.loads(tokenizer.read_text(encoding="utf-8"))
-        vocabulary = content.get("model", {}).get("vocab")
-        if isinstance(vocabulary, list):  # of Unigram: (piece, score), by number
-            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-        if not isinstance(vocabulary, dict):
-            return 0
-        return 1 + max(
-            [*vocabulary.values(), *(token["id"] for token in content.get("added_tokens", ()))],
-            default=-1,
-        )
-    if words.is_file():
-        return len(words.read_text(encoding="utf-8").splitlines())
-    return 0
 
 
 @contextmanager
