@@ -1,4 +1,4 @@
-"""ContrastiveLoss in one process against hand computation, autograd and open_clip's ClipLoss (ranks: dga/test_ranks.py)."""
+"""ContrastiveLoss in one process against hand computation, autograd and open_clip's ClipLoss (ranks: dga/test_random_steps.py)."""
 
 import math
 from functools import partial
@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
-from open_clip_zerovl.losses.contrastive import Evaluation
 from scripts.bench.harness import PeakBytes
 from support import ROOT
 from support.dense_loss import DenseLoss, sample_ids
@@ -40,24 +39,15 @@ def relative(found, reference):
     return ((found.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
-@pytest.mark.parametrize("lam", [None, 0.7], ids=["plain", "mixup"])
-def test_two_orthogonal_pairs_by_hand(lam):
-    # A.2 with s = 1, images = texts = unit vectors: every softmax is (p, 1-p) with p = e/(e+1), and with A.3 each row's target
-    # is (lam, 1-lam) over (itself, its partner). (P + Q - 2Y) = 2 [[p-lam, lam-p], [lam-p, p-lam]]; times T and 1/(2N) = 1/4:
-    # rows (p-lam)/2 * (1, -1); d/ds = p - lam.
-    p, weight = math.e / (math.e + 1), 1.0 if lam is None else lam
-    images, texts = (torch.eye(2, dtype=torch.float64).requires_grad_() for _ in range(2))
-    inputs = {} if lam is None else {"mixup_lambda": lam, "partner": reversed_partner([2])}
-    value, image_grad, text_grad, scale_grad = value_and_gradients(
-        ContrastiveLoss(), images, texts, 1.0, **inputs
+def test_two_orthogonal_pairs_by_hand():
+    """A.2 with s = 1 and unit vectors: every softmax is (p, 1 - p) with p = e / (e + 1)."""
+    sides, p = (
+        (torch.eye(2, dtype=torch.float64).requires_grad_() for _ in range(2)),
+        math.e / (math.e + 1),
     )
-    expected = (p - weight) / 2 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
-    assert value.item() == pytest.approx(
-        -(weight * math.log(p) + (1 - weight) * math.log(1 - p)), rel=1e-14
-    )
-    torch.testing.assert_close(image_grad, expected, rtol=1e-14, atol=1e-15)
-    torch.testing.assert_close(text_grad, expected, rtol=1e-14, atol=1e-15)
-    assert scale_grad.item() == pytest.approx(p - weight, rel=1e-14)
+    value, of_images, _, of_scale = value_and_gradients(ContrastiveLoss(), *sides, 1.0)
+    assert (value.item(), of_scale.item()) == pytest.approx((-math.log(p), p - 1), rel=1e-14)
+    assert of_images[0].tolist() == pytest.approx([(p - 1) / 2, (1 - p) / 2], rel=1e-14)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2, 5])
@@ -65,6 +55,7 @@ def test_mixup_is_the_papers_two_terms(chunk_size):
     """A.3 as written, term by term, with autograd; partners reversed within micro-batches of 3 and 4."""
     images, texts = features(7)
     lam, partner = 0.85, reversed_partner([3, 4])
+    assert partner.tolist() == [2, 1, 0, 6, 5, 4, 3]
 
     def paper(i, t, s):
         total = 0.0
@@ -80,8 +71,7 @@ def test_mixup_is_the_papers_two_terms(chunk_size):
     ours = value_and_gradients(
         ContrastiveLoss(chunk_size=chunk_size), images, texts, mixup_lambda=lam, partner=partner
     )
-    for found, reference in zip(ours, value_and_gradients(paper, images, texts), strict=True):
-        assert relative(found, reference) <= 1e-12
+    assert max(map(relative, ours, value_and_gradients(paper, images, texts))) <= 1e-12
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 4, 13, 50])
@@ -92,25 +82,7 @@ def test_mixup_is_the_papers_two_terms(chunk_size):
 def test_equals_open_clips_loss(ours, theirs, scalars, chunk_size):
     sides = features(13)
     found = value_and_gradients(ours(chunk_size=chunk_size), *sides, *scalars)
-    for one, expected in zip(found, value_and_gradients(theirs(), *sides, *scalars), strict=True):
-        assert relative(one, expected) <= 1e-12
-
-
-@pytest.mark.parametrize("alike", [0.0, 0.35])
-def test_fp32_against_fp64_at_medium_size(alike):
-    """N=700, scale 100, ragged last chunk. `alike` 0.35: most pairs are won, P - Y is small and must not cancel away."""
-    images, texts = features(700, d=64, alike=alike)
-    reference = value_and_gradients(ContrastiveLoss(), images, texts, 100.0)
-    single = [x.detach().float().requires_grad_() for x in (images, texts)]
-    whole = value_and_gradients(ContrastiveLoss(), *single, 100.0)
-    for chunk_size in (64, 699):
-        chunked = value_and_gradients(ContrastiveLoss(chunk_size=chunk_size), *single, 100.0)
-        stock = value_and_gradients(ClipLoss(), *single, 100.0)
-        for found, unchunked, theirs, exact in zip(chunked, whole, stock, reference, strict=True):
-            # Inputs rounded to fp32 at scale 100 move the gradient by about 100 * 2^-24: 5e-5 is the invariant's bound.
-            assert relative(found, exact) <= 5e-5
-            assert relative(found, unchunked) <= 2e-5
-            assert relative(found, exact) <= 3 * relative(theirs, exact) + 1e-6
+    assert max(map(relative, found, value_and_gradients(theirs(), *sides, *scalars))) <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -197,11 +169,6 @@ def test_called_as_open_clips_training_loop_calls_it():
     assert images.grad is not None and texts.grad is None  # only the wanted gradients
 
 
-def test_reversed_partner():
-    assert reversed_partner([3, 2, 1]).tolist() == [2, 1, 0, 4, 3, 5]
-    assert reversed_partner([]).tolist() == []
-
-
 FOUR, IDS4, SCALE = features(4), sample_ids(4, 0), torch.tensor(20.0)
 MIXED = {"mixup_lambda": 0.5, "partner": reversed_partner([4])}
 # (options of the loss, arguments of its call in place of the four pairs, the sentence)
@@ -231,13 +198,6 @@ def test_refusals(options, inputs, message):
         )
 
 
-OPTIONS = {
-    "same caption": {"positives": "caption"},
-    "same picture": {"positives": "image"},
-    "same caption or picture": {"positives": "both"},
-}
-
-
 # The softmax and the sigmoid: (loss, its dense definition, scale and bias).
 KINDS = {
     "softmax": (ContrastiveLoss, DenseLoss, (5.0,)),
@@ -247,71 +207,33 @@ KINDS = {
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 4])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_are_their_dense_definition(name, kind, chunk_size):
-    """Against autograd on whole matrices."""
+@pytest.mark.parametrize("positives", ["caption", "image", "both"])
+def test_options_are_their_dense_definition(positives, kind, chunk_size):
+    """Against autograd on whole matrices; without the option the gradient is another."""
     make, dense, scalars = KINDS[kind]
-    options, sides = OPTIONS[name], features(13)
-    inputs = {"ids": sample_ids(13, 0)}
-    wanted = value_and_gradients(dense(**options), *sides, *scalars, **inputs)
-    loss = make(chunk_size=chunk_size, **options)
-    for found, expected in zip(
-        value_and_gradients(loss, *sides, *scalars, **inputs), wanted, strict=True
-    ):
-        assert relative(found, expected) <= 1e-12
+    sides, inputs = features(13), {"ids": sample_ids(13, 0)}
+    wanted = value_and_gradients(dense(positives=positives), *sides, *scalars, **inputs)
+    loss = make(chunk_size=chunk_size, positives=positives)
+    found = value_and_gradients(loss, *sides, *scalars, **inputs)
+    assert max(map(relative, found, wanted)) <= 1e-12
     assert loss.report.pair_losses.mean().item() == pytest.approx(wanted[0].item(), rel=1e-12)
     plain = value_and_gradients(make(), *sides, *scalars)
-    # The control: the option changes the gradient.
     assert relative(plain[1], wanted[1]) >= (0.05 if kind == "softmax" else 0.02)
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("softmax", "same caption or picture"),
-        ("sigmoid", "same caption or picture"),
-        ("sigmoid", None),
-    ],
+    ("kind", "positives"), [("softmax", "caption"), ("softmax", "pair"), ("sigmoid", "pair")]
 )
-def test_gradients_twice_are_the_same(kind, name):
-    """The first call overwrites the matrices that `value` has kept; the second one computes them."""
-    make, _, scalars = KINDS[kind]
-    found = []
-
-    def twice(problem):
-        found.extend([gradients(problem), gradients(problem)])
-        return found[0]
-
-    gradients, options = Evaluation.gradients, OPTIONS.get(name, {})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Evaluation, "gradients", twice)
-        value_and_gradients(make(**options), *features(13), *scalars, ids=sample_ids(13, 0))
-    assert all(
-        relative(again, first) <= 1e-12
-        for first, again in zip(*found, strict=True)
-        if first.abs().max()
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("softmax", "same caption"),
-        ("softmax", None),
-        ("sigmoid", None),
-    ],
-)
-def test_single_precision_at_scale_100(kind, name):
+def test_single_precision_at_scale_100(kind, positives):
     """Most logits of the sigmoid are far on the right side, where 1 - sigmoid would be rounded to zero."""
-    (make, dense, _), options, n = KINDS[kind], OPTIONS.get(name, {}), 300
+    (make, dense, _), options, n = KINDS[kind], {"positives": positives}, 300
     single = [x.detach().float().requires_grad_() for x in features(n, d=32, alike=0.35)]
     inputs = {"ids": sample_ids(n, 0)}
     wanted = value_and_gradients(
         dense(**options), *(x.detach().double().requires_grad_() for x in single), 100.0, **inputs
     )
     found = value_and_gradients(make(chunk_size=64, **options), *single, 100.0, **inputs)
-    for one, expected in zip(found, wanted, strict=True):
-        assert relative(one, expected) <= 2e-5
+    assert max(map(relative, found, wanted)) <= 2e-5
 
 
 def test_two_ids_are_joined_without_two_pairs_getting_one():
@@ -319,8 +241,7 @@ def test_two_ids_are_joined_without_two_pairs_getting_one():
     sides = features(2)
     ids = {"caption": torch.tensor([0, 1]), "image": torch.tensor([1, 0])}
     found = value_and_gradients(ContrastiveLoss(positives="both"), *sides, ids=ids)
-    for one, reference in zip(found, value_and_gradients(ContrastiveLoss(), *sides), strict=True):
-        assert relative(one, reference) <= 1e-12
+    assert max(map(relative, found, value_and_gradients(ContrastiveLoss(), *sides))) <= 1e-12
 
 
 def test_report_of_sources():

@@ -114,7 +114,7 @@ def check_readers(
         assert len(seen) == len(set(seen)) == schedule.taken[source]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     batching=batchings,
     sizes=st.lists(st.integers(3, 400), min_size=1, max_size=4),
@@ -157,24 +157,15 @@ def test_every_sample_once_but_for_the_stated_remainder(
 
 
 def test_a_sentence_names_sources_that_fill_few_steps():
-    names = ["large", "small", "tiny"]
-    schedule = source_schedule([6400, 640, 64], 64, strategy="debiased", seed=0, epoch=0)
-    sentence = few_steps(schedule, names)
-    assert sentence is not None and sentence.startswith(
+    def sentence(sizes, strategy="debiased"):
+        schedule = source_schedule(sizes, 64, strategy=strategy, seed=0, epoch=0)
+        return few_steps(schedule, ["large", "small", "tiny"][: len(sizes)])
+
+    assert sentence([6400, 640, 64]).startswith(
         "2 of 3 sources fill fewer than 20 steps of 64 an epoch: tiny (1), small (10). Debiased sampling may then cost"
     )
-    assert (
-        few_steps(
-            source_schedule([6400, 1280], 64, strategy="debiased", seed=0, epoch=0), names[:2]
-        )
-        is None
-    )
-    mixed = source_schedule([6400, 640, 64], 64, strategy="random", seed=0, epoch=0)
-    assert few_steps(mixed, names) is None
-    assert (
-        few_steps(source_schedule([64], 64, strategy="debiased", seed=0, epoch=0), ["alone"])
-        is None
-    )
+    quiet = sentence([6400, 1280]), sentence([6400, 640, 64], "random"), sentence([64])
+    assert quiet == (None,) * 3
 
 
 def test_the_remainder_is_the_first_of_the_next_epoch():
@@ -211,33 +202,6 @@ def test_a_weight_means_passes(weight, passes):
         total += seen
     assert set(total) == {int(2 * weight)}
     assert len(set(positions)) == len(positions)  # a position decides a sample's augmentation
-
-
-def test_at_the_size_of_a_cluster():
-    """1,024 ranks x 8 workers x K=16 on 14.23 M pairs: pure, balanced, covering, by arithmetic alone."""
-    batching = Batching(2, 16, 1024, 8)
-    sizes = [860_000, 500_000, 2_810_000, 10_060_000]
-    schedule = source_schedule(
-        sizes, batching.effective_batch, strategy="debiased", seed=0, epoch=3
-    )
-    dealt = Assignment(schedule, batching)
-    of_rank = [dealt.quota(0, worker) for worker in range(8)]
-    assert all(
-        (dealt.quota(rank, worker) == of_rank[worker]).all()
-        for rank in (1, 500, 1023)
-        for worker in range(8)
-    )
-    assert (1024 * sum(of_rank) == schedule.taken).all()
-    assert (dealt.before(1023, 7) + of_rank[7] == schedule.taken).all()
-    emitted = np.sum(of_rank, axis=1)
-    assert emitted.max() - emitted.min() <= batching.micro_batch
-    shards = [10_000] * 1006
-    slices = epoch_slices(shards, schedule, 3)
-    for rank, worker in ((0, 0), (0, 1), (511, 7), (1023, 7)):
-        quota = int(dealt.quota(rank, worker)[3])
-        mine = slice_range(slices, int(dealt.before(rank, worker)[3]), quota)
-        assert sum(map(len, mine)) == quota
-        assert len(mine) <= 2  # a boundary shard is read by its neighbours, nothing else twice
 
 
 @pytest.mark.parametrize("leaf", [4, 24])
@@ -277,7 +241,7 @@ def test_random_batches_are_distributed_as_a_shuffled_deck(leaf):
 def test_hypergeometric_draws_beyond_numpy(monkeypatch):
     """Inversion has numpy's distribution where both draw, and the right mean and variance at 12.8 billion things."""
     rng = np.random.default_rng(1)
-    theirs = np.bincount(rng.hypergeometric(30, 50, 20, size=20_000), minlength=21).astype(float)
+    theirs = np.bincount(rng.hypergeometric(30, 50, 20, size=5_000), minlength=21).astype(float)
     good, bad, draws = 4_000_000_000, 8_800_000_000, 6_400_000_000
     values = np.array([hypergeometric(rng, good, bad, draws) for _ in range(200)], dtype=float)
     total = good + bad
@@ -287,7 +251,7 @@ def test_hypergeometric_draws_beyond_numpy(monkeypatch):
     assert draw_without_replacement(rng, np.array([good, 0, bad]), draws).sum() == draws
     monkeypatch.setattr("open_clip_zerovl.sampling.assignment._EXACT_BELOW", 0)
     ours = np.bincount(
-        [hypergeometric(rng, 30, 50, 20) for _ in range(20_000)], minlength=21
+        [hypergeometric(rng, 30, 50, 20) for _ in range(5_000)], minlength=21
     ).astype(float)
     cells = theirs + ours > 10
     assert ((theirs - ours)[cells] ** 2 / (theirs + ours)[cells]).sum() < cells.sum() + 5 * np.sqrt(
