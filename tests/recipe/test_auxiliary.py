@@ -54,18 +54,17 @@ def native(*, custom=False, seed=0, vision=None, text=None, embed_dim=EMBED_DIM)
     )
 
 
-def randomised(model, seed=1):
-    generator = torch.Generator().manual_seed(seed)
+def randomised(model):
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter.normal_(generator=generator)
     return model
 
 
 def saved(model, path, prefix=""):
-    torch.save(
-        {"epoch": 1, "state_dict": {prefix + k: v for k, v in model.state_dict().items()}}, path
-    )
+    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    torch.save({"epoch": 1, "state_dict": state}, path)
     return path
 
 
@@ -120,16 +119,10 @@ def test_a_text_tower_that_fits_is_loaded_and_the_image_tower_left(tmp_path, pre
     for name, tensor in after.items():
         source = before if name.startswith("visual.") else teacher.state_dict()
         assert torch.equal(tensor, source[name]), name
-    lines = str(report).splitlines()
-    assert len(lines) == 6
-    assert "left: visual.positional_embedding is (5, 32) there and (17, 32) here" in lines[1]
-    assert (
-        "left: its image tower was left" in lines[2]
-    )  # fits by shape, but means another tower's features
-    assert (
-        "loaded" in lines[3]
-        and f"{sum(group_of(n) == 'text tower' for n in after)} tensors" in lines[3]
-    )
+    _, image, projection, text, *_ = str(report).splitlines()
+    assert "left: visual.positional_embedding is (5, 32) there and (17, 32) here" in image
+    assert "left: its image tower was left" in projection  # it fits by shape, and not by meaning
+    assert text.endswith(f"{sum(group_of(n) == 'text tower' for n in after)} tensors  loaded")
 
 
 @pytest.mark.parametrize("file", ["epoch_1.pt", "weights.safetensors", "."])
@@ -446,35 +439,14 @@ def test_a_frozen_model_is_copied_and_pickled_whole():
     model = bert_clip(torch.float32)
     freeze(model, ["text"], projection=False)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        copied.train()
-        assert not copied.text.transformer.training and copied.text.proj.training
+        model.text.proj.eval()
         copied.text.proj.eval()
         copied.train()
-        assert copied.text.proj.training
-        model.text.proj.eval()
-        copied.train()
+        assert not copied.text.transformer.training and copied.text.proj.training
         assert not model.text.proj.training  # the copy's train() does not reach the original
-        model.train()
 
 
 # --- token drop ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["native", "timm"])
-def test_a_quarter_of_the_patches_is_dropped_and_the_class_token_kept(kind, bert):
-    """By open_clip's and timm's own patch dropout, which the flag asks for."""
-    model = (
-        native(vision={"patch_dropout": 0.25})
-        if kind == "native"
-        else timm_bert(bert, patch_dropout=0.25)
-    )
-    check_token_drop(model, 0.25)
-    dropout = model.visual.patch_dropout if kind == "native" else model.visual.trunk.patch_drop
-    tokens = torch.randn(3, 17, 8)
-    for training, patches in ((True, 12), (False, 16)):
-        output = dropout.train(training)(tokens)
-        kept = output[0] if isinstance(output, tuple) else output
-        assert kept.shape == (3, 1 + patches, 8) and torch.equal(kept[:, 0], tokens[:, 0])
 
 
 def test_a_tower_that_ignores_token_drop_is_refused(bert):
@@ -482,6 +454,9 @@ def test_a_tower_that_ignores_token_drop_is_refused(bert):
     model = open_clip.CLIP(
         embed_dim=16, vision_cfg=resnet, text_cfg=CLIP_TEXT
     )  # open_clip is silent
+    # by open_clip's and timm's own patch dropout, which the flag asks for
+    check_token_drop(native(vision={"patch_dropout": 0.25}), 0.25)
+    check_token_drop(timm_bert(bert, patch_dropout=0.25), 0.25)
     for made in (model, timm_bert(bert), native(vision={"patch_dropout": 0.5})):
         with pytest.raises(UserError, match="does not drop 0.25 of its tokens"):
             check_token_drop(made, 0.25)

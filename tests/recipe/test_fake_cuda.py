@@ -63,8 +63,8 @@ def names(tmp_path_factory):
 
 RECIPES = {
     "DGA": {},
-    "timm": {"model": "timm and BERT"},
-    "CLIP's text tower": {"model": "native and CLIP"},
+    "timm": {"model": "timm and BERT", "retain": "auto", "steps": 3},
+    "CLIP's text tower": {"model": "native and CLIP", "checkpointing": True},
     "ModernBERT": {"model": "native and ModernBERT"},
     "ModernBERT, texts sorted, pure bf16": {
         "model": "native and ModernBERT",
@@ -72,21 +72,21 @@ RECIPES = {
         "precision": "pure_bf16",
     },
     "all replayed": {"retain": 0},
-    "all kept": {"retain": K},
-    "retain auto": {"retain": "auto", "steps": 3},
-    "fp32": {"precision": "fp32"},
     "GradScaler": {"precision": "amp"},
     "pure bf16": {"precision": "pure_bf16"},
     "mixup of images": {"mix": Mix(True, 0.3)},
     "mixup of texts, GradScaler": {"mix": Mix(False, 0.3), "precision": "amp"},
     "frozen text": {"frozen": "text"},
     "frozen image, all replayed": {"frozen": "image", "retain": 0},
-    "SigLIP": {"model": "with a bias", "siglip": True},
-    "loss in chunks": {"chunk": 3, "retain": 2},
+    "SigLIP in fp32": {"model": "with a bias", "siglip": True, "precision": "fp32"},
+    "shared captions in chunks, all kept": {
+        "chunk": 3,
+        "retain": K,
+        "loss": {"positives": "both"},
+    },
     "gradient checkpointing": {"checkpointing": True},
     "texts sorted": {"sort_text": True},
     "texts sorted and mixed": {"sort_text": True, "mix": Mix(False, 0.3)},
-    "shared captions": {"loss": {"positives": "both"}},
 }
 
 
@@ -194,6 +194,7 @@ TOGETHER = (
     "pure bf16",
     "texts sorted",
     "frozen text",
+    "gradient checkpointing",
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from copy import deepcopy
+from functools import partial
 
 import open_clip
 import peft
@@ -25,14 +26,11 @@ from open_clip_zerovl.recipe.towers import (
     lora_entry,
 )
 from support.dga_reference import (
-    CONTEXT,
-    VOCABULARY,
     accumulated,
     batches,
     bert_clip,
     error,
     reference,
-    vit,
 )  # fmt: skip
 from support.programs import COMMON, flat_tensors, launch, state_of
 from support.tars import write_source
@@ -46,38 +44,15 @@ from support.tiny_clip import (
     write_bert,
     write_run,
 )
+from support.two_towers import stock_clip
 from training.checkpointing import load_checkpoint
 
 # open_clip 4 has its own attention in all native towers.
 OWN_ATTENTION = not open_clip.__version__.startswith("3.")
 
 
-def native_clip():
-    text = {
-        "context_length": CONTEXT,
-        "vocab_size": VOCABULARY,
-        "width": 32,
-        "heads": 2,
-        "layers": 1,
-    }
-    return open_clip.CLIP(16, vit(), text, output_dict=True).double().train()
-
-
-def own_attention_clip():
-    """A model whose towers have open_clip's own attention, as all native ones of 4.x."""
-    model = open_clip.CLIP(
-        16,
-        {**vit(), "scale_heads": True},
-        {"context_length": CONTEXT, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 1},
-        output_dict=True,
-    )
-    return model.double().train()
-
-
-def resnet_clip():
-    return open_clip.CLIP(
-        16, {"layers": [1, 1, 1, 1], "width": 8, "image_size": 32}, {**CLIP_TEXT, "vocab_size": 64}
-    )
+# A model whose towers have open_clip's own attention, as all native ones of 4.x.
+own_attention_clip = partial(stock_clip, vision={"scale_heads": True})
 
 
 def adapted(make, rank=2, on="both"):
@@ -95,11 +70,10 @@ def adapted(make, rank=2, on="both"):
 @pytest.mark.parametrize(
     ("make", "on", "checkpointing"),
     [
-        (bert_clip, "both", False),
         (bert_clip, "image", True),
         (bert_clip, "both", True),
-        (native_clip, "both", False),
-        (native_clip, "both", True),
+        (stock_clip, "both", False),
+        (stock_clip, "both", True),
         (own_attention_clip, "image", False),  # open_clip 3.3 cannot checkpoint its blocks
     ],
 )
@@ -127,7 +101,7 @@ LAYERS = [
     (bert_clip, "image", 8),
     (bert_clip, "text", 12),
     (own_attention_clip, "image", 8),
-    (native_clip, "text", 4),  # whose layers have the image tower's names without their prefix
+    (stock_clip, "text", 4),  # whose layers have the image tower's names without their prefix
     (
         lambda: open_clip.CustomTextCLIP(24, TIMM_VISION, {**CLIP_TEXT, "vocab_size": 64}),
         "image",
@@ -161,7 +135,7 @@ def test_adapters_lie_on_each_linear_layer_of_the_chosen_towers(make, on, count)
 @pytest.mark.parametrize("cast", ["a part", "all"])
 def test_adapters_of_a_model_in_half_precision(cast):
     """open_clip's --precision bf16 keeps embeddings and norms in single precision, pure_bf16 nothing."""
-    model = native_clip().float()
+    model = stock_clip().float()
     convert_weights_to_lp(model, torch.bfloat16) if cast == "a part" else model.bfloat16()
     add_lora(model, 2, "both")
     assert {p.dtype for name, p in model.named_parameters() if is_adapter(name)} == {torch.bfloat16}
@@ -178,10 +152,10 @@ def test_packed_attention_leaves_its_weights_alone():
             not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()
         )
 
-    model = adapted(lambda: native_clip().float())
+    model = adapted(lambda: stock_clip().float())
     held = list(model.parameters())
     assert not moved(model) and all(a is b for a, b in zip(held, model.parameters(), strict=True))
-    stock = native_clip().float()
+    stock = stock_clip().float()
     config = peft.LoraConfig(r=2, target_modules=r"visual\..*\.attn", init_lora_weights=False)
     if OWN_ATTENTION:
         with pytest.raises(ValueError, match="Target module Attention"):  # by peft alone
@@ -239,7 +213,7 @@ def test_refused_towers_and_a_missing_peft(monkeypatch):
         UserError,
         match="--lora is for transformers of linear layers, and the image tower has visual.bn1",
     ):
-        add_lora(resnet_clip(), 2, "image")
+        add_lora(stock_clip(vision={"layers": [1, 1, 1, 1], "width": 8}), 2, "image")
     model = bert_clip()
     layer = model.text.transformer.encoder.layer[0].output.dense
     layer.forward = None

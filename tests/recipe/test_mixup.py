@@ -5,6 +5,7 @@ Over two ranks, through the whole program: tests/training/test_methods_together.
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import open_clip
@@ -15,26 +16,25 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix, mix_rows
-from support.dga_reference import TOLERANCE, batches, bert_clip, error, gradients, one_graph, vit
+from support.dga_reference import (
+    TOLERANCE,
+    accumulated,
+    batches,
+    bert_clip,
+    error,
+    gradients,
+    one_graph,
+    reference,
+)
+from support.two_towers import stock_clip
 
 EXACT = TOLERANCE[torch.float64]
-TEXT = {"context_length": 12, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
-
-
-def clip(kind=open_clip.CustomTextCLIP, **text):
-    """open_clip's own towers."""
-    torch.manual_seed(0)
-    return kind(embed_dim=16, vision_cfg=vit(), text_cfg=TEXT | text)
 
 
 def attached(model, **options):
     mixup = CoinFlipMixup(**options)
     mixup.attach(model)
     return mixup
-
-
-def draws(mixup, count):
-    return [mixup.draw() for _ in range(count)]
 
 
 def paper_loss(image_features, text_features, temperature, weight):
@@ -79,14 +79,16 @@ def test_values_and_gradients_are_those_of_the_paper(mixes_images):
     assert error(found, gradients(model)) < EXACT
 
 
-PLAIN = {
-    "argmax": lambda: clip(open_clip.CLIP),
-    "last, projection with bias": lambda: clip(open_clip.CLIP, pool_type="last", proj_bias=True),
-    "eos": lambda: clip(open_clip.CLIP, pool_type="eos", eos_id=3),
-}
-
-
-@pytest.mark.parametrize("tower", [bert_clip, clip, *PLAIN.values()])
+@pytest.mark.parametrize(
+    "tower",
+    [
+        bert_clip,
+        partial(stock_clip, open_clip.CustomTextCLIP),
+        stock_clip,
+        partial(stock_clip, pool_type="last", proj_bias=True),
+        partial(stock_clip, pool_type="eos", eos_id=3),
+    ],
+)
 def test_text_is_mixed_before_its_normalisation_and_only_within_a_step(tower):
     model, unit = tower().eval(), torch.nn.functional.normalize
     mixup = attached(model)
@@ -139,8 +141,8 @@ def test_rows_in_low_precision_are_mixed_in_fp32():
 
 def test_coins_are_fair_and_lambdas_beta():
     """Binomial and Beta(0.1, 0.1) moments at 5 standard errors of 20,000 draws; variance 1 / (4 (2 alpha + 1))."""
-    n = 20_000
-    seen = draws(CoinFlipMixup(0.1, seed=3), n)
+    n, mixup = 20_000, CoinFlipMixup(0.1, seed=3)
+    seen = [mixup.draw() for _ in range(n)]
     weights = np.array([mix.weight for mix in seen])
     assert abs(np.mean([mix.mixes_images for mix in seen]) - 0.5) < 5 * 0.5 / math.sqrt(n)
     variance = 1 / (4 * 1.2)
@@ -154,11 +156,11 @@ def test_coins_are_fair_and_lambdas_beta():
 def test_draws_are_a_function_of_seed_and_step_alone():
     """A resumed run repeats coins and lambdas from its step on, and torch's and NumPy's own numbers stay as they are."""
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    whole = draws(CoinFlipMixup(seed=5), 10)
-    resumed = CoinFlipMixup(seed=5)
-    assert draws(resumed, 6) == whole[:6] != draws(CoinFlipMixup(seed=2), 6)
+    whole, resumed, other = (CoinFlipMixup(seed=seed) for seed in (5, 5, 2))
+    drawn = [whole.draw() for _ in range(10)]
+    assert [resumed.draw() for _ in range(6)] == drawn[:6] != [other.draw() for _ in range(6)]
     resumed.seek(4)
-    assert draws(resumed, 6) == whole[4:]
+    assert [resumed.draw() for _ in range(6)] == drawn[4:]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1] == before[1]).all()
 
@@ -170,7 +172,7 @@ def test_draws_are_a_function_of_seed_and_step_alone():
     ("make", "words"),
     [
         (lambda: attached(torch.nn.Linear(2, 2)), "Linear has none"),
-        (lambda: attached(clip(output_tokens=True)), "tokens"),
+        (lambda: attached(stock_clip(open_clip.CustomTextCLIP, output_tokens=True)), "tokens"),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(make, words):
@@ -185,10 +187,7 @@ def test_what_cannot_be_mixed_is_refused(make, words):
 def test_open_clips_plain_class_is_mixed_exactly(compiled):
     """With the text module of `CustomTextCLIP` and the same weights, one graph; the plain class decoupled, compiled too."""
     sizes, mix = [3, 2, 4], Mix(mixes_images=False, weight=0.35)
-    plain, custom = (
-        clip(kind).double().train() for kind in (open_clip.CLIP, open_clip.CustomTextCLIP)
-    )
-    plain.output_dict = custom.output_dict = True
+    plain, custom = (stock_clip(kind) for kind in (open_clip.CLIP, open_clip.CustomTextCLIP))
     names = {name: name.removeprefix("text.") for name in custom.state_dict()}
     custom.load_state_dict({name: plain.state_dict()[of] for name, of in names.items()})
     micro_batches, loss_inputs = batches(sizes), mix.loss_inputs(sizes)
@@ -207,32 +206,17 @@ def test_open_clips_plain_class_is_mixed_exactly(compiled):
 
 
 @pytest.mark.parametrize("mixes_images", [True, False])
-@pytest.mark.parametrize("retain", [0, 1, 4])
-@pytest.mark.parametrize("frozen", [None, "text"])
-def test_decoupled_accumulation_gives_the_one_graph_gradient(mixes_images, retain, frozen):
-    sizes = [3, 2, 4, 1]
-    model, mix = bert_clip(), Mix(mixes_images, 0.35)
-    if frozen:
-        model.text.requires_grad_(False)
-    mixup = attached(model)
-    micro_batches = batches(sizes)
-    torch.manual_seed(7)
-    with mixup.applied(mix):
-        reference_loss, reference = one_graph(
-            model, ContrastiveLoss(), micro_batches, prepare=mix.prepare, **mix.loss_inputs(sizes)
-        )
-    dga = DecoupledGradientAccumulation(
-        model, ContrastiveLoss(chunk_size=3), retain=retain, check="always"
-    )
-    torch.manual_seed(7)
-    with mixup.applied(mix):
-        losses = dga.backward(micro_batches, prepare=mix.prepare, **mix.loss_inputs(sizes))
-    found = gradients(model)
-    assert losses["loss"].item() == pytest.approx(reference_loss.item(), rel=1e-12)
-    assert error(found, reference) < EXACT
-
-    # Negative control: without the second positive it is another gradient.
-    torch.manual_seed(7)
-    with mixup.applied(mix):
-        dga.backward(micro_batches, prepare=mix.prepare)
-    assert error(gradients(model), reference) > 0.01
+@pytest.mark.parametrize("frozen", [False, True])
+def test_decoupled_accumulation_gives_the_one_graph_gradient(mixes_images, frozen):
+    """With the text tower frozen, too; without the second positive it is another gradient."""
+    sizes, mix, model = [3, 2, 4, 1], Mix(mixes_images, 0.35), bert_clip()
+    model.text.requires_grad_(not frozen)
+    given, inputs = {"prepare": mix.prepare}, mix.loss_inputs(sizes)
+    with attached(model).applied(mix):
+        _, wanted = reference(model, ContrastiveLoss(), batches(sizes), **given, **inputs)
+        for retain, of_loss in ((0, inputs), (1, inputs), (4, inputs), (1, {})):
+            _, found = accumulated(
+                model, ContrastiveLoss(chunk_size=3), batches(sizes), **given, loss_inputs=of_loss,
+                retain=retain, check="always",
+            )  # fmt: skip
+            assert (error(found, wanted) <= EXACT) == bool(of_loss)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import open_clip
 import pytest
 import torch
@@ -12,6 +14,7 @@ from open_clip_zerovl.recipe.optimizer import Rates, described_groups, parameter
 from open_clip_zerovl.recipe.towers import checkpoint_without_reentry, layers_of
 from support.dga_reference import CONTEXT, VOCABULARY, bert_clip
 from support.tiny_clip import CLIP_TEXT, TIMM_VISION
+from support.two_towers import stock_clip
 from training.checkpointing import keep_settings
 from training.model import cosine_lr, create_adamw
 
@@ -21,19 +24,7 @@ def timm_clip():
     return open_clip.CustomTextCLIP(24, TIMM_VISION, {**CLIP_TEXT, "vocab_size": VOCABULARY})
 
 
-def plain_clip():
-    text = {
-        "context_length": CONTEXT,
-        "vocab_size": VOCABULARY,
-        "width": 32,
-        "heads": 2,
-        "layers": 3,
-    }
-    return open_clip.CLIP(
-        16, {"layers": 4, "width": 32, "head_width": 16, "patch_size": 8, "image_size": 32}, text
-    )
-
-
+plain_clip = partial(stock_clip, vision={"layers": 4}, layers=3)
 # model, parameter -> number of layers above it; None for a parameter without layers
 LAYERS = [
     (timm_clip, "visual.trunk.cls_token", 7),

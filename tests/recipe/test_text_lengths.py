@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from functools import partial
 
 import open_clip
 import pytest
 import torch
 from open_clip.loss import ClipLoss
-from torch import nn
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
@@ -24,27 +23,15 @@ from support.dga_reference import (
     error,
     gradients,
     one_graph,
-    vit,
 )
+from support.two_towers import stock_clip
 
 SIZES = [4, 5, 3]
 EXACT = 1e-12
 SEED = 7
 
 
-def clip(custom_text: bool = True, **text) -> nn.Module:
-    torch.manual_seed(0)
-    kind = open_clip.CustomTextCLIP if custom_text else open_clip.CLIP
-    text_cfg = {
-        "context_length": CONTEXT,
-        "vocab_size": VOCABULARY,
-        "width": 32,
-        "heads": 2,
-        "layers": 2,
-    } | text
-    return kind(16, vit(), text_cfg, output_dict=True).double().train()
-
-
+clip = partial(stock_clip, open_clip.CustomTextCLIP, layers=2)
 MODELS = {"BERT": bert_clip, "open_clip": clip}
 
 
@@ -114,7 +101,7 @@ def test_with_dropout_both_passes_draw_the_masks_of_one_graph(frozen):
 
 
 @pytest.mark.parametrize("mixes_images", [False, True])
-def test_mixup_knows_the_partners_of_sorted_texts(mixes_images):
+def test_mixup_knows_the_partners_of_sorted_texts(mixes_images, monkeypatch):
     """The reference has the pairs sorted, images with their texts, for the loss does not mind the order of pairs."""
     model, micro_batches, mix = bert_clip().eval(), padded(), Mix(mixes_images, 0.3)
     mixup = CoinFlipMixup()
@@ -127,41 +114,23 @@ def test_mixup_knows_the_partners_of_sorted_texts(mixes_images):
     with mixup.applied(mix):
         _, wanted = one_graph(model, ContrastiveLoss(), pairs, prepare=mix.prepare, **targets)
 
-    found = {}
+    monkeypatch.setattr(mixup, "draw", lambda: mix)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.0), {}
+    optimizer.zero_grad = lambda: None
     for sort_text in (True, False):
         step = RecipeStep(
-            model, ContrastiveLoss(), Keeping(model), precision="fp32", mixup=mixup, sort_text=sort_text,
+            model, ContrastiveLoss(), optimizer, precision="fp32", mixup=mixup, sort_text=sort_text,
         )  # fmt: skip
-        with drawing(mixup, mix):
-            step.take(micro_batches, 0)
+        step.take(micro_batches, 0)
         found[sort_text] = gradients(model)
     assert error(found[True], wanted) <= EXACT
     assert mixes_images or error(found[False], wanted) > 1e-3  # unsorted, the partners differ
 
 
-class Keeping(torch.optim.SGD):
-    """Leaves weights and gradients as they are."""
-
-    def __init__(self, model):
-        super().__init__(model.parameters(), lr=0.0)
-
-    def zero_grad(self, set_to_none=True):
-        pass
-
-
-@contextmanager
-def drawing(mixup, mix):
-    mixup.draw = lambda: mix
-    try:
-        yield
-    finally:
-        del mixup.draw
-
-
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: clip(custom_text=False), "build the model with --force-custom-text"),
+        (stock_clip, "build the model with --force-custom-text"),
         (lambda: clip(no_causal_mask=True, pool_type="last"), "takes the last place"),
         (lambda: clip(no_causal_mask=True, pool_type="first"), "looks at padding"),
     ],

@@ -15,21 +15,28 @@ from open_clip_zerovl.report import pages
 from open_clip_zerovl.report import run as charts
 from open_clip_zerovl.report.pages import thumbnail
 from open_clip_zerovl.report.run import Record, read_record, write_examples, write_run_page
+from open_clip_zerovl.report.tables import duration
 
 PICTURE = "data:image/jpeg;base64,AAAA"
 WAYS = ("image_to_text", "text_to_image")
 
 
-def test_the_retrieval_chart_of_one_epoch_has_that_epoch_and_begins_at_zero(monkeypatch):
-    """By itself matplotlib shows a single point among fractions of an epoch and of one RSUM."""
+@pytest.fixture
+def as_figures(monkeypatch):
+    """The charts as matplotlib's figures instead of PNG."""
     monkeypatch.setattr(pages, "png_bytes", lambda figure: figure)
-    lines = [{"at": 3, "metrics": {"coco": {"rsum": 120.0}}}]
-    (axes,) = charts.evaluation_picture(lines, {"coco": "red"}).axes
-    assert list(axes.get_xticks()) == [3] and axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 120
-    (axes,) = charts.evaluation_picture(
-        [*lines, {"at": 5, "metrics": {"coco": {"rsum": 140.0}}}], {"coco": "red"}
-    ).axes
-    assert axes.get_ylim()[0] > 100
+
+
+def test_the_retrieval_chart_of_one_epoch_has_that_epoch_and_begins_at_zero(as_figures):
+    """By itself matplotlib shows a single point among fractions of an epoch and of one RSUM."""
+    lines = [
+        {"at": at, "metrics": {"coco": {"rsum": rsum}}} for at, rsum in ((3, 120.0), (5, 140.0))
+    ]
+    (one,), (two,) = (
+        charts.evaluation_picture(of, {"coco": "red"}).axes for of in (lines[:1], lines)
+    )
+    assert list(one.get_xticks()) == [3] and one.get_ylim()[0] == 0 and one.get_ylim()[1] > 120
+    assert two.get_ylim()[0] > 100
 
 
 def step(record: Record, at: float, loss: float | None = 1.0, **by_source: float) -> None:
@@ -224,9 +231,8 @@ def test_the_page_of_class_folders_begins_with_their_accuracy_and_says_the_ceili
     assert ("without --positives caption" in page) == (not given)
 
 
-def test_labels_of_chance_do_not_overprint_each_other(monkeypatch):
+def test_labels_of_chance_do_not_overprint_each_other(as_figures):
     """Four sets whose chance differs by one RSUM on an axis of 600; sets of one size share a label."""
-    monkeypatch.setattr(pages, "png_bytes", lambda figure: figure)
 
     def labels(*chances: float) -> list:
         metrics = {
@@ -242,3 +248,14 @@ def test_labels_of_chance_do_not_overprint_each_other(monkeypatch):
     assert len(boxes) == 4
     assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
     assert [text.get_text() for text in labels(16.0, 16.0, 16.0)] == ["chance 16.0"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-3, "0 s"), (0, "0 s"), (0.0858, "85.8 ms"), (0.1134, "0.113 s"), (41, "41 s"), (59.99, "60 s"), (200, "3 min 20 s"),
+        (3600, "1 h"), (18_750, "5 h 12 min"), (190_000, "2 d 4 h"),
+    ],
+)  # fmt: skip
+def test_duration(seconds, words):
+    assert duration(seconds) == words
