@@ -1,4 +1,4 @@
-"""ContrastiveLoss in one process against hand computation, autograd and open_clip's ClipLoss (ranks: dga/test_random_steps.py)."""
+"""ContrastiveLoss in one process by hand, against autograd and open_clip's ClipLoss (over ranks: dga/test_random_steps.py)."""
 
 import math
 from functools import partial
