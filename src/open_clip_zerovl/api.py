@@ -14,7 +14,6 @@ Everything heavy is imported within the functions, so that a command's help does
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -27,6 +26,7 @@ from typing import Annotated as A
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder import EncoderFlags
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import read_json
 from open_clip_zerovl.core.flags import SEED, Range, at_least, command, flag, words_of
 from open_clip_zerovl.core.processes import follow_training, take_gpus
 from open_clip_zerovl.core.releases import load_open_clip
@@ -288,7 +288,7 @@ def finetune(
         given={**parse_settings(set), **settings_of(training)},
     )
     run_finetune(request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True))
-    return Tuned(request.out, _read(request.out / "finetune.json"))
+    return Tuned(request.out, read_json(request.out / "finetune.json"))
 
 
 @command
@@ -340,7 +340,7 @@ def align(
         out=_absolute(out),
     )
     pairings = run_align(request)
-    return Aligned(request.out, _read(request.out / "align.json") if pairings else {})
+    return Aligned(request.out, read_json(request.out / "align.json") if pairings else {})
 
 
 def trial(
@@ -707,7 +707,3 @@ def name_models(models: Sequence[str]) -> dict[str, str]:
 
 def _absolute(folder: Given) -> Path:
     return Path(folder).expanduser().absolute()
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))

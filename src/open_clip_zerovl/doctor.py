@@ -12,7 +12,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -37,26 +37,22 @@ def doctor() -> int:
     Exit status 1 where something is wrong.
     """
     print("zerovl doctor: checking packages, devices and limits ...", file=sys.stderr)
-    findings = examine()
+    findings = [(topic, *outcome(check)) for topic, check in checks()]
     print(page(findings))
     return int(any(problem is not None for _, _, problem in findings))
 
 
-def examine() -> list[Finding]:
-    """Run all checks, also after one that fails."""
-    findings: list[Finding] = []
-    for topic, check in checks():
-        try:
-            findings.append((topic, *check()))
-        except Exception as error:  # a doctor reports whatever a broken installation raises
-            advice = f"{kind_and_message(error)}; install {PACKAGE} again"
-            findings.append((topic, "could not be checked", advice))
-    return findings
+def outcome(check: Callable[[], Seen]) -> Seen:
+    """Make a check, of which an error is a finding, too."""
+    try:
+        return check()
+    except Exception as error:  # a doctor reports whatever a broken installation raises
+        advice = f"{kind_and_message(error)}; install {PACKAGE} again"
+        return "could not be checked", advice
 
 
-def page(findings: Iterable[Finding]) -> str:
+def page(findings: Sequence[Finding]) -> str:
     """Format the findings: one line each, then what to do about each problem, by number."""
-    findings = list(findings)
     width = max(len(topic) for topic, _, _ in findings)
     lines: list[str] = []
     remedies: list[str] = []

@@ -28,7 +28,7 @@ from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import Crop, decode_image, decode_pixels
 from open_clip_zerovl.data.names import class_order
 from open_clip_zerovl.data.reader import samples_of
-from open_clip_zerovl.data.sets import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
@@ -39,7 +39,7 @@ from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.prepare.near import find_overlap, open_test_sets
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.rows import class_caption
-from open_clip_zerovl.prepare.settings import PackSettings, Work
+from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
 from open_clip_zerovl.shards.tar import Sample, read_samples
 from support.loading import loader_of
 from support.tars import add_file, encoded, write_tar
@@ -204,6 +204,83 @@ DOORS = {
     "finetune": finetuned,
     "align": aligned,
 }
+
+
+# ------------------------------------------------------------------------------- a table, and what pack has written
+
+HEADERS = [
+    "image_path,text",
+    "file_name,caption",
+    "filepath,caption",
+    "image,title",
+    "path,caption",
+]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_every_door_reads_a_table_that_pack_reads(tmp_path, header):
+    columns = header.split(",")
+    rows = [dict(zip(columns, row.values(), strict=True)) for row in rows_of(range(5))]
+    table = str(write_table(pictures_in(tmp_path / "in", range(5)) / "pairs.csv", rows))
+    expected = {caption(n): look(picture(n)) for n in range(5)}
+    for name, door in DOORS.items():
+        if name == "search":  # shows the pictures in the order of the shards
+            assert sorted(door(table).values()) == sorted(expected.values())
+        else:
+            assert door(table) == expected, name
+    if hasattr(np, "bitwise_count"):  # numpy 2, of the extra `near`
+        tests = open_test_sets(f"t={table}", progress=False)
+        near = find_overlap(f"x={table}", tests, progress=False)
+        assert near.samples == {"x": 5} and len(near.pairs) >= 5
+
+
+@pytest.fixture
+def two_sources(tmp_path) -> Path:
+    """Pack two sources of two classes, 12 pictures each, of which a share of 0.3 holds out 7 and 2."""
+    listed = [
+        (f"{('shop', 'web')[n % 2]}/{('hat', 'shoe')[n // 2 % 2]}/{n}.png", encoded(picture(n)))
+        for n in range(24)
+    ]
+    columns = Columns(source="folder")
+    folder = write_files(tmp_path / "in", listed)
+    packing(folder, tmp_path / "packed", columns=columns, test_share=0.3)
+    return tmp_path / "packed"
+
+
+def seen_pictures(data: Path) -> int:
+    collection = open_collection(str(data))
+    return sum(len(list(collection.pictures(number))) for number in range(len(collection.files)))
+
+
+def test_every_door_takes_a_packed_folder(two_sources):
+    folder = two_sources
+    sources = parse_sources(f"x={folder}")
+    assert [(source.name, source.num_samples) for source in sources] == [
+        ("x-shop", 5),
+        ("x-web", 10),
+    ]
+    assert sources[0].classes
+    held_out = parse_sources(f"x={folder}", split="test", evaluation=True)
+    assert [source.num_samples for source in held_out] == [7, 2]
+    assert parse_retrieval_data(str(folder)) == {"shop": folder / "shop", "web": folder / "web"}
+    sets = parse_retrieval_data(f"Öl-Bilder={folder}")
+    assert list(sets) == ["Öl-Bilder-shop", "Öl-Bilder-web"]
+    assert [len(open_retrieval_set(place)) for place in sets.values()] == [7, 2]
+    assert [len(open_labelled_set(str(place)).images) for place in sets.values()] == [7, 2]
+    assert find_data(str(folder)).train_data == f"shop={folder}/shop/train::web={folder}/web/train"
+    opened = open_aligned(f"x={folder}", f"h={folder}")
+    assert [source.num_samples for source in opened.opened] == [5, 10, 7, 2]
+    assert seen_pictures(folder) == 24
+
+
+def test_a_packed_folder_of_one_source(two_sources, tmp_path):
+    packing(tmp_path / "in/shop", tmp_path / "one")
+    (source,) = parse_sources(f"x={tmp_path}/one")
+    assert (source.name, source.num_samples) == ("x", 12)
+    with pytest.raises(UserError, match="was packed without pictures of the split 'test'"):
+        parse_sources(f"x={tmp_path}/one", split="test", evaluation=True)
+    assert seen_pictures(tmp_path / "one") == 12
+    assert len(open_probe_set(tmp_path / "one", "train")) == 12
 
 
 # ------------------------------------------------------------------------------------------------ has the file ended?

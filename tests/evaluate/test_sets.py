@@ -237,7 +237,7 @@ def test_a_pipe_or_device_among_the_pictures_is_refused_without_a_wait(tmp_path,
 
 
 def test_what_training_reads_is_a_retrieval_set_too(tmp_path, sets):
-    """A folder of shards and a list of them hold the same images; tables: tests/data/test_doors.py."""
+    """A folder of shards and a list of them hold the same images; tables: tests/cli/test_rules.py."""
     truth = open_retrieval_set(sets / "wds")
     with tarfile.open(sets / "wds/test/0.tar") as tar:
         members = [(each.name, tar.extractfile(each).read()) for each in tar]

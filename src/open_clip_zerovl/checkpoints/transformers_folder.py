@@ -95,7 +95,7 @@ def export_transformers(
         final, force, is_export=is_transformers_folder, kind="export for transformers"
     )
     log.info("reading %s", source)
-    given = {"model_name": model, "text_model": text_model}
+    given: dict[str, Any] = {"model_name": model, "text_model": text_model}
     whole, _, tokenizer = load_model(source, **given)
     path = Path(os.fspath(source).removeprefix(LOCAL_DIR)).expanduser()
     card_of = run_card if path.is_file() else folder_card
