@@ -34,21 +34,18 @@ NAMES = ["red cat", "dog", "small house", "moon", "sun", "tree", "face"]
 TEMPLATES = ["a {c}", "the big {c} of the moon"]
 
 
-def write_clip_benchmark(root: Path, labels: list[int]) -> Path:
-    """CLIP_benchmark's webdataset layout, pictures drawn at random."""
+def write_labels(root: Path, labels: list[int], *, names: str | None, shards: int = 1) -> str:
+    """CLIP_benchmark's layout with a random picture of each label, and classnames.txt if names are given."""
     rng = np.random.default_rng(3)
-    for shard, part in enumerate(np.array_split(np.arange(len(labels)), 2)):
-        files = [(f"{i:03d}", picture(rng), str(labels[i]).encode()) for i in part.tolist()]
-        members = [
-            member
-            for key, image, label in files
-            for member in ((f"{key}.png", image), (f"{key}.cls", label))
-        ]
+    for shard, part in enumerate(np.array_split(np.arange(len(labels)), shards)):
+        members = []
+        for i in part.tolist():
+            members += [(f"{i:03d}.png", picture(rng)), (f"{i:03d}.cls", b"%d" % labels[i])]
         write_tar(root / "test" / f"{shard}.tar", members)
-    (root / "test" / "nshards.txt").write_text("2")
-    (root / "classnames.txt").write_text("\n".join(NAMES) + "\n")
-    (root / "zeroshot_classification_templates.txt").write_text("\n".join(TEMPLATES) + "\n")
-    return root
+    (root / "test" / "nshards.txt").write_text(f"{shards}")
+    if names is not None:
+        (root / "classnames.txt").write_text(names)
+    return str(root)
 
 
 def test_accuracies_by_hand_with_ties_by_expectation():
@@ -97,10 +94,11 @@ def test_intervals_are_wilsons(right, count):
 def test_results_equal_clip_benchmarks(tmp_path, export, capsys):
     """The same folder by both programs: their reader, classifier and metrics, in full precision."""
     labels = np.random.default_rng(0).integers(0, 6, 40).tolist()  # the last class has no picture
-    root = write_clip_benchmark(tmp_path / "set", labels)
+    root = write_labels(tmp_path / "set", labels, names="\n".join(NAMES) + "\n", shards=2)
+    Path(root, "zeroshot_classification_templates.txt").write_text("\n".join(TEMPLATES) + "\n")
     model, _, transform = open_clip.create_model_and_transforms(f"local-dir:{export}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{export}")
-    theirs = build_wds_dataset("wds/set", transform, data_dir=str(root))
+    theirs = build_wds_dataset("wds/set", transform, data_dir=root)
     loader = DataLoader(theirs.batched(16), batch_size=None)
     weights = zeroshot_classification.zero_shot_classifier(
         model.eval(), tokenizer, theirs.classes, theirs.templates, "cpu", amp=False
@@ -126,7 +124,7 @@ def test_results_equal_clip_benchmarks(tmp_path, export, capsys):
     assert "s is not above chance: top-1" in capsys.readouterr().out
     # And score by score.
     opened, frozen = (
-        open_labelled_set(str(root)),
+        open_labelled_set(root),
         FrozenModel("m", model.encode_image, model.encode_text, tokenizer),
     )
     images = frozen.images(torch.stack([transform(opened.images.image(i)) for i in range(40)]))
@@ -189,18 +187,6 @@ def test_imagenets_folders_have_their_names(tmp_path):
         and opened.names[:2] == ["tench", "goldfish"]
         and opened.names[-1] == "toilet paper"
     )
-
-
-def write_labels(root: Path, labels: list[int], *, names: str | None) -> str:
-    """CLIP_benchmark's layout with a picture of each label, and classnames.txt if names are given."""
-    members = [(f"{i}.png", png((i, 0, 0))) for i in range(len(labels))]
-    write_tar(
-        root / "test" / "0.tar",
-        [m for i, one in enumerate(members) for m in (one, (f"{i}.cls", b"%d" % labels[i]))],
-    )
-    if names is not None:
-        (root / "classnames.txt").write_text(names)
-    return str(root)
 
 
 @pytest.mark.parametrize(
