@@ -138,11 +138,9 @@ def complete(line: str) -> None:
         group, _, word = name.rpartition(" ")
         words = name.split()
         own = line.split()[1 : 1 + len(words)] == words
-        if own and name not in TAKE_WORDS:
-            groups[group].add_parser(word, parents=[parser_of(name)], add_help=False)
-            continue
-        parser = groups[group].add_parser(word)
-        if own:
+        parents = [parser_of(name)] if own and name not in TAKE_WORDS else []
+        parser = groups[group].add_parser(word, parents=parents, add_help=not parents)
+        if own and not parents:
             add_flags(parser, (*SECTIONS, OpenClipFlags))
     argcomplete.autocomplete(root)
 

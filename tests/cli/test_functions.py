@@ -1,4 +1,4 @@
-"""The Python functions: a call and its command give the same bits; a call that was interrupted goes on."""
+"""The Python functions: a call asks for what its command does; results; a call that was interrupted goes on."""
 
 from __future__ import annotations
 
@@ -90,12 +90,6 @@ def run(home, packed):
     )
 
 
-def contents(folder: Path, *patterns: str) -> dict[str, bytes]:
-    """Name -> bytes of the files below a folder."""
-    files = [file for pattern in patterns for file in folder.rglob(pattern)]
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(files)}
-
-
 def as_json(content: object) -> object:
     return json.loads(json.dumps(content))
 
@@ -119,17 +113,8 @@ def test_errors_are_user_errors(home, tmp_path):
         zerovl.train(name="x", logs=tmp_path, modelx="tiny")
 
 
-def test_pack(home, tmp_path):
-    packed = zerovl.pack(home / "pictures", out=tmp_path / "call", test_share=0.2)
-    command = ["data", "pack", str(home / "pictures"), "--out", str(tmp_path / "command")]
-    assert main([*command, "--test-share", "0.2"]) == 0
-    called = contents(tmp_path / "call", "*.tar", "*.json", "*.csv")
-    commanded = contents(tmp_path / "command", "*.tar", "*.json", "*.csv")
-    assert called.keys() == commanded.keys() and any(name.endswith(".tar") for name in called)
-    tars = [name for name in called if name.endswith(".tar")]
-    # The name of a single source is that of the folder; it stands in reports, not in shards.
-    assert [called[name] for name in tars] == [commanded[name] for name in tars]
-    assert packed.train_data.endswith("call/train") and packed.held_out.endswith("call")
+def test_pack(packed, home):
+    assert packed.train_data.endswith("packed/train") and packed.held_out.endswith("packed")
     assert packed.page().path.name == "report.html" and "<iframe" in packed._repr_html_()
 
 
@@ -177,33 +162,21 @@ def test_an_interrupted_training_goes_on_with_the_same_call(home, run, packed):
 
 
 def test_evaluate(home, run, packed, tmp_path):
-    scores = zerovl.evaluate(run, packed.held_out, device="cpu")
-    command = ["retrieval", str(run.model_path), "--data", packed.held_out, "--device=cpu"]
-    assert main([*command, "--output", str(tmp_path / "scores.json")]) == 0
-    assert as_json(scores) == json.loads((tmp_path / "scores.json").read_text())["results"]
+    output = tmp_path / "scores.json"
+    scores = zerovl.evaluate(run, packed.held_out, device="cpu", output=output)
+    assert as_json(scores) == json.loads(output.read_text())["results"]
     assert "RSUM" in scores._repr_html_() and "chance" in scores._repr_html_()
     for number in range(6):
         folder = tmp_path / "classes" / CLASSES[number % 3]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number}.png").write_bytes((home / f"pictures/{number:02d}.png").read_bytes())
-    labelled = f"c={tmp_path / 'classes'}"
-    accuracy = zerovl.evaluate(run, labelled, "zero-shot", device="cpu")
-    command = ["zero-shot", str(run.model_path), "--data", labelled, "--device=cpu"]
-    assert main([*command, "--output", str(tmp_path / "accuracy.json")]) == 0
-    assert as_json(accuracy) == json.loads((tmp_path / "accuracy.json").read_text())["results"]
-    assert "top-1" in accuracy._repr_html_()
+    accuracy = zerovl.evaluate(run, f"c={tmp_path}/classes", "zero-shot", device="cpu")
+    assert accuracy["c"]["images"] == 6 and "top-1" in accuracy._repr_html_()
 
 
 def test_search(home, run, packed, tmp_path):
     options = {"device": "cpu", "cache": tmp_path / "cache", "best": 3}
     hits = zerovl.search(run, home / "pictures", "a <b>red</b> house", **options)
-    command = ["search", str(run.model_path), str(home / "pictures"), "a <b>red</b> house"]
-    command += ["--device=cpu", "--best=3", "--cache", str(tmp_path / "cache")]
-    assert main([*command, "--output", str(tmp_path / "hits.json")]) == 0
-    (result,) = json.loads((tmp_path / "hits.json").read_text())["models"].values()
-    assert [(hit.picture, hit.score) for hit in hits] == [
-        (hit["picture"], hit["score"]) for hit in result["hits"]
-    ]
     shown = hits._repr_html_()
     assert len(hits) == 3 and shown.count("<figure>") == 3 and "data:image/jpeg" in shown
     pixels = {file: np.array(Image.open(file)) for file in (home / "pictures").glob("*.png")}
@@ -220,23 +193,15 @@ def test_search(home, run, packed, tmp_path):
 def test_align(home, packed, tmp_path):
     encoders = {"image": f"timm:{home / 'timm'}", "text": f"hf:{home / 'bert'}"}
     options = {"embed_dim": 16, "epochs": 2, "batch_size": 16, "device": "cpu"}
-    aligned = zerovl.align(
-        **encoders, data=packed, out=tmp_path / "call", **options, rows=tmp_path / "rows"
-    )
-    words = words_of(
-        {**encoders, "data": home / "packed", **options, "rows": tmp_path / "rows"}, ()
-    )
-    assert main(["align", *words, "--out", str(tmp_path / "command")]) == 0
-    weights = "*.safetensors"
-    assert contents(tmp_path / "call/model", weights) == contents(
-        tmp_path / "command/model", weights
-    )
+    out = {"out": tmp_path / "aligned", "rows": tmp_path / "rows"}
+    aligned = zerovl.align(**encoders, data=packed, **out, **options)
     assert aligned.scores["rsum"] == aligned.curve[-1][1] or len(aligned.curve) > 0
-    assert aligned.model()[0].visual is not None and os.fspath(aligned).endswith("call/model")
+    assert aligned.model()[0].visual is not None and os.fspath(aligned).endswith("aligned/model")
     assert aligned.page().path.name == "align.html"
 
 
 def test_finetune_asks_for_what_its_command_does(home, tmp_path, monkeypatch):
+    """As all functions of `core.flags.command` do, whose keywords its parser reads."""
     requests = []
 
     def record(request, **_):

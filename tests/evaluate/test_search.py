@@ -20,7 +20,6 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.evaluate.search import SearchSettings, nearest, run_search
 from open_clip_zerovl.features import embed
-from open_clip_zerovl.prepare.door import as_shards
 from support.tars import add_file
 from support.tiny_clip import picture
 
@@ -129,7 +128,7 @@ def test_pictures_are_embedded_once_and_changes_are_noticed(home, photos, tmp_pa
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_shards_and_tables_are_searched_too(home, photos, tmp_path, capsys):
+def test_shards_and_rows_are_searched_too(home, photos, tmp_path, capsys):
     alone = search(home, photos, tmp_path / "cache", best=3)
     (tmp_path / "shards").mkdir()
     good = sorted(path for path in photos.rglob("*") if path.stem.isdigit())
@@ -158,13 +157,6 @@ def test_shards_and_tables_are_searched_too(home, photos, tmp_path, capsys):
     assert printed == [words for hit in found.hits for words in (hit.picture, hit.caption)]
     assert [hit.caption for hit in found.hits] == [f"picture {path.stem}" for path in wanted]
     assert search(home, f"mine={tmp_path / 'shards'}", tmp_path / "cache").computed == 0
-    rows = "".join(f"{path},words\n" for path in [*good, good[0], photos / "gone.jpg"])
-    (tmp_path / "table.csv").write_text(f"image,caption\n{rows}")
-    table = as_shards(f"{tmp_path}/table.csv")
-    listed = search(home, table, tmp_path / "cache", best=3, page=tmp_path / "page.html")
-    names = [hit.picture.partition(" ")[2] for hit in listed.hits]
-    assert names == [f"({Path(hit.picture).name})" for hit in alone.hits]
-    assert (listed.pictures, listed.bad) == (COUNT, 0)
     (tmp_path / "rows").mkdir()  # a set of the hub: pictures and the numbers of their classes
     features = {"class": {"names": ["hat", "shoe"], "_type": "ClassLabel"}}
     about = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
