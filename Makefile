@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-search notebook test test-all gpu paper-weights recipes check format docs dist dist-check clean
+.PHONY: help install demo demo-search notebook test test-all gpu recipes check format docs dist dist-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -64,10 +64,6 @@ finetune-%: $(STAMP)
 
 plan-%: $(STAMP)
 	$(strip $(RECIPE) train-$* --plan $(GIVEN))
-
-paper-weights: $(STAMP) ## the released weights beside the paper's numbers: CHECKPOINT="14m=FILE::100m=FILE" COCO=SET F30K=SET
-	$(strip $(BIN)/python -m scripts.paper.weights $(call quoted,$(CHECKPOINT)) $(if $(COCO),--coco $(call quoted,$(COCO))) \
-		$(if $(F30K),--f30k $(call quoted,$(F30K))) $(if $(TEXT_MODEL),--text-model $(call quoted,$(TEXT_MODEL))) $(ARGS))
 
 recipes: $(STAMP) ## list the paper's runs: make train-14m (finetune-coco ...) DATA=DIR [DRY_RUN=1] starts one, make plan-14m says what it takes
 	$(RECIPE) --list

@@ -11,7 +11,7 @@ import torch
 from open_clip.factory import get_model_config
 from transformers import BertConfig
 
-from scripts.bench import encoding, harness, step
+from scripts.bench import harness, step
 from scripts.bench.harness import PeakBytes
 
 pytestmark = pytest.mark.slow  # runs the benchmark's program
@@ -104,12 +104,3 @@ def test_paper_model_asks_no_hub(tmp_path):
     assert name.startswith("zerovl-ViT-B-16-BERT-base--")
     assert Path(text["hf_model_name"]).is_dir() and not text["hf_model_pretrained"]
     assert BertConfig.from_pretrained(text["hf_model_name"]).hidden_size == 768
-
-
-def test_encoding_is_compared_with_its_parts(tmp_path):
-    calls = encoding.ways("tiny", 3, 2, tmp_path)
-    assert calls.keys() == {
-        *encoding.PARTS,
-        *(part for of in encoding.PARTS.values() for part in of),
-    }
-    assert all(encoding.cpu_seconds(call) > 0 for call in calls.values())

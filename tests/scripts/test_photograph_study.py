@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from open_clip_zerovl.dga import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups, warmup_cosine
-from scripts.photographs import accumulation, stages, study, study_report
+from scripts.photographs import stages, study, study_report
 from scripts.photographs.heads import Heads, Pairs, Training, epoch_order, train
 from scripts.photographs.mixtures import WIDTH as WIDTH_OF_STUDY
 from scripts.photographs.mixtures import neighbours_mixing, principal_components, source_probe
@@ -202,31 +202,6 @@ def test_the_last_stages_on_stored_maps_are_the_whole_tower_and_are_trained():
     data = Pairs(maps.half(), torch.randn(8, 2, WIDTH_OF_STUDY), (8,))
     assert train(towers, data, Training(4, "random", 8, 2), 1e-3, [0]) == 4
     assert not torch.equal(rest[1].weight, before)
-
-
-@pytest.mark.line("3.3", reason="the study calls this line's train_one_epoch")
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_open_clips_arm_differs_from_ours_by_its_masks_alone(dropout):
-    """Without dropout both arms are one training, to fp32's rounding; with it they are not."""
-    draw = torch.Generator().manual_seed(0)
-    images = {"train": torch.randn(64, WIDTH_OF_STUDY, generator=draw)}
-    data = accumulation.Data(images, {"train": torch.randn(64, 5, 6, 8, generator=draw)})
-    bert = {"layers": 1, "width": 16, "heads": 2, "dropout": dropout}
-    settings = {"micro_batch": 4, "epoch_samples": 64, "epochs": 2, "bert": bert}
-    runs = [accumulation.Run("adamw", arm, 4, None, 1e-3, 0) for arm in ("dga", "accum-freq")]
-    ours, theirs = (accumulation.Trainer(data, settings)(run).state_dict() for run in runs)
-    start = accumulation.Towers(8, bert, 0).state_dict()["straight.weight"]
-    moved = (ours["straight.weight"] - start).norm()
-    apart = (ours["straight.weight"] - theirs["straight.weight"]).norm()
-    assert (apart < 0.01 * moved) == (dropout == 0)
-
-
-def test_the_runs_of_accumulation_are_paired():
-    runs = list(accumulation.planned(PROTOCOL["accumulation"]))
-    facts = [
-        [run.facts | {"arm": ""} for run in runs if run.arm == arm] for arm in ("dga", "accum-freq")
-    ]
-    assert facts[0] == facts[1] and len(facts[0]) == 5 * 3 * 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
