@@ -193,10 +193,11 @@ class PairDatabase:
 
     def add_facts(self, number: int, facts: Mapping[str, Any]) -> None:
         """Keep what is known of a picture (columns of `pictures`): where it was found, or what became of it."""
-        self.db.execute("INSERT OR IGNORE INTO pictures (number) VALUES (?)", (number,))
-        columns = ", ".join(f"{name} = ?" for name in facts)
+        names = ("number", *facts)
+        marks, news = ", ".join("?" * len(names)), ", ".join(f"{n} = excluded.{n}" for n in facts)
         self.db.execute(
-            f"UPDATE pictures SET {columns} WHERE number = ?", (*facts.values(), number)
+            f"INSERT INTO pictures ({', '.join(names)}) VALUES ({marks}) ON CONFLICT (number) DO UPDATE SET {news}",
+            (number, *facts.values()),
         )
 
     def make_samples(self) -> None:
