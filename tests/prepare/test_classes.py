@@ -140,11 +140,6 @@ def test_folders_of_splits_are_not_trained_on(packed, tmp_path, below):
         files = [json.loads(s.files["json"])["file"] for s in samples_of(tmp_path / "out" / split)]
         assert {Path(file).stem[0] for file in files} <= {number, "c"}
     assert len(open_retrieval_set(tmp_path / "out", "val")) == 6
-    two = packed(in_splits(tmp_path / "two", "train", "dev", below=below), out="o2", test_share=0.1)
-    assert [(entry["split"], entry["pictures"]) for entry in two["written"]] == [
-        ("train", 6),
-        ("test", 6),
-    ]
 
 
 @pytest.mark.parametrize(("count", "share"), [(3, 0), (6, 0.4), (60, 0)])
@@ -156,25 +151,37 @@ def test_a_fine_tuning_is_proposed_where_it_can_run(packed, tmp_path, count, sha
     assert bool(proposed) == (count != 3) == ("too few to train on" not in heading)
 
 
-def test_a_class_may_be_called_like_a_split(packed, tmp_path):
-    given = class_folders(tmp_path / "in")
-    (given / "shoe").rename(given / "train")
-    found = packed(given)
-    assert list(found["classes"]) == ["hat", "sun hat", "train"]
-    assert [entry["split"] for entry in found["written"]] == ["train"]
+SOURCES = ["shop/train", "shop/test", "web/train", "web/test"]
+#: Folders of two pictures each, the source column, the folders that are written, the classes.
+LAYOUTS: dict[str, tuple[str, str | None, list[str], list[str]]] = {
+    "a class called like a split": ("hat sun_hat train", None, ["train"], ["hat", "sun hat", "train"]),
+    "a folder around the sources": (
+        "all/shop/hat all/shop/shoe all/web/hat all/web/shoe", "folder",
+        ["shop/train", "web/train"], ["hat", "shoe"],
+    ),
+    "splits in sources": (
+        " ".join(f"{source}/{name}" for source in SOURCES for name in ("hat", "shoe")), "folder",
+        SOURCES, ["hat", "shoe"],
+    ),
+    "validation is the only held-out split": (
+        "train/hat train/shoe dev/hat dev/shoe", None, ["train", "test"], ["hat", "shoe"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_folders_are_splits_sources_and_classes(packed, tmp_path, layout):
+    folders, source, written, classes = LAYOUTS[layout]
+    for number, folder in enumerate(folders.split() * 2):
+        file = tmp_path / "in" / folder / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(picture(number))
+    found = packed(tmp_path / "in", columns=Columns(source=source))
+    assert [entry["folder"] for entry in found["written"]] == written
+    assert list(found["classes"]) == classes and found["pictures"] == 2 * len(folders.split())
 
 
 def test_a_split_is_no_source(packed, tmp_path):
-    given = in_splits(tmp_path / "in", "train", "test", below="shop/{}")
-    in_splits(given, "train", "test", below="web/{}")
-    found = packed(given, columns=Columns(source="folder"))
-    folders = [entry["folder"] for entry in found["written"]]
-    assert folders == [
-        "shop/train",
-        "shop/test",
-        "web/train",
-        "web/test",
-    ]
     with pytest.raises(UserError, match="folders of splits are no sources"):
         packed(
             in_splits(tmp_path / "one", "train", "test"), out="o", columns=Columns(source="folder")
@@ -201,14 +208,6 @@ def test_clip_benchmark_reads_the_held_out_set_and_the_classes(packed, tmp_path)
     assert dataset.classes == ["hat", "shoe", "sun hat"]
     assert len(dataset.templates) == len(ZERO_SHOT_TEMPLATES)
     assert [int(label) for _, label in dataset] == [int(s.files["cls"]) for s in samples]
-
-
-def test_a_folder_around_the_classes_does_not_count(packed, tmp_path):
-    """As an archive has it that was unpacked: in/photographs/SOURCE/CLASS/PICTURE."""
-    class_folders(tmp_path / "in/photographs", "shop", "web")
-    found = packed(tmp_path / "in", columns=Columns(source="folder"))
-    assert [entry["source"] for entry in found["written"]] == ["shop", "web"]
-    assert list(found["classes"]) == ["hat", "shoe", "sun hat"]
 
 
 def test_pictures_without_a_class_may_stand_beside_classes(packed, tmp_path):

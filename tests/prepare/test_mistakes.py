@@ -21,7 +21,6 @@ from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.prepare import pack as packing
 from open_clip_zerovl.prepare.report import IMAGE, TEXT, lines
 from open_clip_zerovl.prepare.settings import Columns, Work
-from open_clip_zerovl.shards.texts import UNMARKED
 from support.pairs import (
     as_csv,
     as_folder,
@@ -426,13 +425,6 @@ def pictures_that_are_none(folder: Path) -> Path:
     return given
 
 
-def texts_in_five_encodings(folder: Path) -> Path:
-    given = table(folder, "plain", "5.txt").parent
-    for number, encoding in enumerate(("utf-16", "utf-8-sig", "utf-32", "latin-1", "utf-16-le")):
-        (given / f"{number}.txt").write_bytes("gr\u00f6\u00dfe\nzwei\n".encode(encoding))
-    return given
-
-
 def paths_with_umlauts(folder: Path, first: str, second: str) -> Path:
     """A table of two pictures, the rows in these encodings."""
     given = table(folder, "")
@@ -465,11 +457,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
         1,
         {"picture cannot be read": 2, "picture missing": 2, "not a picture": 1},
     ),
-    "byte-order marks and none": (
-        texts_in_five_encodings,
-        4,
-        {"caption not UTF-8": 1, UNMARKED: 1},
-    ),
     "paths in UTF-16": (lambda folder: paths_with_umlauts(folder, "utf-16", "utf-16-le"), 2, {}),
     "a path in Latin-1": (
         lambda folder: paths_with_umlauts(folder, "utf-8", "latin-1"),
@@ -488,9 +475,6 @@ def test_a_row_that_cannot_be_used_is_refused_and_the_rest_packed(kind, packed, 
     found = packed(make(tmp_path / "in"))
     assert {reason: entry["rows"] for reason, entry in found["refused"].items()} == refused
     assert found["pictures"] == pictures
-    captions = sorted(sample.files["txt"].decode() for sample in samples_of(tmp_path / "out/train"))
-    if kind == "byte-order marks and none":
-        assert captions == ["gr\u00f6\u00dfe\nzwei"] * 3 + ["plain"]
     if kind == "a caption in Latin-1":
         printed = "\n".join(lines(found, tmp_path / "out"))
         assert (

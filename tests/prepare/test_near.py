@@ -25,7 +25,6 @@ from open_clip_zerovl.prepare.near import (
     write_overlap,
 )
 from open_clip_zerovl.shards.files import write_retrieval_set
-from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.tar import Sample, read_samples
 from support.tars import encoded, write_tar
 
@@ -105,15 +104,6 @@ def test_copies_are_as_near_as_stated_and_distinct_pictures_far(originals):
     assert nearest(others, hashes, BITS // 4)[0].tolist() == [-1] * 21
     far = np.bitwise_count(hashes[:, None] ^ others).sum(axis=-1)
     assert far.min() > 85 and far.mean() == pytest.approx(BITS / 2, abs=3)
-
-
-def test_a_picture_is_turned_as_its_exif_says(originals):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # shown turned by 90 degrees
-    lying = jpeg(originals[0].transpose(Image.Transpose.ROTATE_90), exif=exif)
-    assert nearest(picture_hashes(jpeg(originals[0]))[:1], picture_hashes(lying)[:1])[1][0] <= 8
-    with pytest.raises(BadPicture):
-        picture_hashes(b"no picture")
 
 
 def test_a_transparent_picture_is_compared_as_it_is_shown_on_white():
