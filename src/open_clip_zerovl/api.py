@@ -115,14 +115,9 @@ def pack(
 
         exclusion = near_exclusion(drop_near, out, threads=work.threads, progress=work.progress)
         settings = replace(settings, exclusion=exclusion)
-    report = pack_inputs(inputs, out, settings, limits=_whole(limits), work=work)
+    report = pack_inputs(inputs, out, settings, limits=limits, work=work)
     text = "\n".join(next_lines(report, out)) if work.progress else ""
     return Packed(_absolute(out), report, text)
-
-
-def _whole(limits: Limits) -> Limits:
-    """Shorten the pauses of a transfer to the time that it may take."""
-    return replace(limits, idle_seconds=min(limits.idle_seconds, limits.total_seconds))
 
 
 def public(
@@ -146,7 +141,7 @@ def public(
     """
     from open_clip_zerovl.prepare.public import prepare_public
 
-    options = {**vars(dataset), "seed": seed, "limits": _whole(limits), "work": work}
+    options = {**vars(dataset), "seed": seed, "limits": limits, "work": work}
     return Packed(_absolute(out), prepare_public(name, out, **options))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.prepare.columns import (
@@ -44,26 +44,13 @@ _PLAIN_LINE = 100_000  # the csv module takes fields of up to 131,072 characters
 _TOO_MANY, _STRAY = "more fields than the header", "a stray quote"
 
 
-class CsvRow(NamedTuple):
-    """A row of a table.
-
-    Attributes:
-        line: number of its first line, from 1.
-        fields: its columns.
-        odd: the fault of its quoting in words, "" for none.
-        readable: False for a row that cannot be used. A stray quote may be read as it stands.
-    """
-
-    line: int
-    fields: list[str]
-    odd: str = ""
-    readable: bool = True
-
-
 def csv_rows(
     file: IO[bytes], separator: str, width: int, image: int, line: int = 1
-) -> Iterator[CsvRow]:
+) -> Iterator[tuple[int, list[str], str]]:
     """Yield the rows of a table, stray quotes included.
+
+    Each is (number of its first line, columns, the fault of its quoting in words, "" for none). A row without columns cannot be
+    used; one with a stray quote may be, as it stands.
 
     Args:
         file: the table, at the beginning of a row.
@@ -79,7 +66,7 @@ def csv_rows(
 
     text = read().removeprefix("\ufeff")
     while text:
-        taken, odd, readable = [text], "", True
+        taken, odd = [text], ""
         fields = as_it_stands(text, separator)
         # Nearly every line is plain. The csv module takes three times as long.
         if '"' in text or "\r" in text[:-2] or len(text) >= _PLAIN_LINE:
@@ -89,12 +76,12 @@ def csv_rows(
                 waiting.extendleft(reversed(taken[1:]))
                 del taken[1:]
                 odd = odd or _STRAY
-                fields = as_it_stands(text, separator)
-                readable = odd == _STRAY and len(fields) == width
+                fields = as_it_stands(text, separator) if odd == _STRAY else []
+                fields = fields if len(fields) == width else []
         if not odd and any(fields[width:]):
-            odd, readable = _TOO_MANY, False
-        if fields and text.rstrip("\r\n"):
-            yield CsvRow(line, fields, odd, readable)
+            odd, fields = _TOO_MANY, []
+        if (fields or odd) and text.rstrip("\r\n"):
+            yield line, fields, odd
         line += len(taken)
         text = read()
 
@@ -188,15 +175,15 @@ class TableReader(ColumnReader):
             for _ in range(self.begin):
                 table.readline()
             rows = csv_rows(table, self.separator, *shape, line=1 + self.begin)
-            for row in islice(rows, int(self.has_header), None):
-                if not row.readable:
-                    yield row.line, row.odd
-                elif len(row.fields) <= max(places.values()):
-                    yield row.line, "fewer fields than the header"
+            for line, fields, odd in islice(rows, int(self.has_header), None):
+                if not fields:
+                    yield line, odd
+                elif len(fields) <= max(places.values()):
+                    yield line, "fewer fields than the header"
                 else:
-                    if row.odd:  # read as it stands
-                        stray.append(row.line)
-                    yield row.line, {name: row.fields[place] for name, place in places.items()}
+                    if odd:  # read as it stands
+                        stray.append(line)
+                    yield line, {name: fields[place] for name, place in places.items()}
         if stray:
             shown = ", ".join(map(str, stray[:3])) + (" ..." if len(stray) > 3 else "")
             self.notes = [

@@ -211,12 +211,13 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
     if len(report["written"]) > 6:
         texts.append(f"  and {len(report['written']) - 6} more folders")
     if classes := report["classes"]:
-        smallest = min(classes, key=classes.__getitem__)
-        largest = max(classes, key=classes.__getitem__)
-        spread = f"{classes[smallest]:,} ({smallest!r}) to {classes[largest]:,} ({largest!r})"
-        equal = classes[smallest] == classes[largest]
-        spread = f"{classes[largest]:,}" if equal else spread
-        texts.append(f"classes    {len(classes)}, of {spread} pictures{' each' * equal}")
+        smallest, largest = (pick(classes, key=classes.__getitem__) for pick in (min, max))
+        spread = (
+            f"{classes[smallest]:,} ({smallest!r}) to {classes[largest]:,} ({largest!r}) pictures"
+        )
+        if classes[smallest] == classes[largest]:
+            spread = f"{classes[largest]:,} pictures each"
+        texts.append(f"classes    {len(classes)}, of {spread}")
     texts += _refused_lines(report)
     texts += [
         f"left out   {count:,} pictures {reason}, in refused.csv too"
