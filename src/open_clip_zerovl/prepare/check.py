@@ -188,7 +188,9 @@ def check_shards(
         raise UserError(f"{folder} holds no *.tar shards: give a source's own folder.")
 
     def check(name: str) -> ShardCheck:
-        result, file, seen = ShardCheck(name), path / name, set()
+        result = ShardCheck(name)
+        file = path / name
+        seen: set[str] = set()
         if not file.is_file():
             result.fault("shard missing")
             return result

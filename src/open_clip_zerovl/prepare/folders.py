@@ -125,7 +125,7 @@ class FolderReader(SampleReader):
         self.notes = notes_of({"": listed}, used={Path(text) for text in self.texts})
         self.files = list(map(Path, sorted(self.texts)))
         if not self.texts:
-            first = self.names[0]
+            first = self.picture_names[0]
             raise UserError(
                 f"{path} has {len(self.pictures)} pictures and no captions: no text file has the name of a picture; write the "
                 f"caption of {first} into {os.path.splitext(first)[0]}.txt, give a table of pictures and captions, or sort the "
@@ -139,7 +139,7 @@ class FolderReader(SampleReader):
         self._choose(f"the JSON files of {path}", objects, has_text=len(tables) < len(self.texts))
 
     def rows(self) -> Iterator[Row]:
-        for file, name in zip(self.pictures, self.names, strict=True):
+        for file, name in zip(self.pictures, self.picture_names, strict=True):
             stem = os.path.splitext(file)[0]
             inside, split = self.splits(name)
             row = Row(str(file), (), name, name=name, split=split)
@@ -174,7 +174,7 @@ class ClassReader(Reader):
         self.classes = self.templates.zero_shot
         listed = self._find_pictures(path)
         self.files = []
-        levels = class_levels(self.splits(name)[0] for name in self.names)
+        levels = class_levels(self.splits(name)[0] for name in self.picture_names)
         if levels is None:
             raise UserError(
                 f"{path} has no pictures of two classes or more, each in a folder "
@@ -186,7 +186,7 @@ class ClassReader(Reader):
                 f"{path} holds folders of classes and no column {wanted.source!r}: sort the pictures into SOURCE/CLASS/PICTURE "
                 f"(folders of splits are no sources) and give --source-column {FOLDER_COLUMN}, which makes each SOURCE a source"
             )
-        labels = sorted({self._class(name) for name in self.names}, key=class_order)
+        labels = sorted({self._class(name) for name in self.picture_names}, key=class_order)
         names_given = names_beside(path, labels)
         classes = class_words(labels, names_given, path, NAME_THEM, numbers=templates is not None)
         self.words = dict(zip(labels, classes, strict=True))
@@ -202,7 +202,7 @@ class ClassReader(Reader):
             )
 
     def rows(self) -> Iterator[Row]:
-        for file, name in zip(self.pictures, self.names, strict=True):
+        for file, name in zip(self.pictures, self.picture_names, strict=True):
             inside, split = self.splits(name)
             label = self.words[self._class(name)]
             captions = self.templates.of(label)

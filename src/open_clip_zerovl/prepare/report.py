@@ -279,7 +279,8 @@ def next_steps(report: dict[str, Any], out: Path) -> tuple[str, str, list[str]]:
     sets = shlex.quote(
         "::".join(f"{part['source']}={(out / part['folder']).parent}" for part in held_out)
     )
-    packed, base = shlex.quote(str(out)), out if out.name else out.absolute()
+    packed = shlex.quote(str(out))
+    base = out if out.name else out.absolute()
     models = models_at_hand()
     released, image, text = models
     commands = [

@@ -69,7 +69,7 @@ class Reader(ABC):
         form: its name in messages.
         columns: the columns that are read, in words. "" if there are none.
         files: the files that rows are read from.
-        pictures: the files of pictures of a folder, each of them a row, and `names` within it.
+        pictures, picture_names: the files of pictures of a folder, each of them a row, and their names in it.
         names_pictures: whether rows name pictures by paths or addresses, rather than places in `files`.
         total: number of rows. None if counting would take long.
         notes: oddities of rows that are read nevertheless, in words. Known once they are read.
@@ -83,7 +83,7 @@ class Reader(ABC):
     columns: str = ""
     files: list[Path]
     pictures: Sequence[Path] = ()
-    names: Sequence[str] = ()
+    picture_names: Sequence[str] = ()
     names_pictures: bool = False
     total: int | None = None
     notes: Sequence[str] = ()
@@ -115,12 +115,14 @@ class Reader(ABC):
             UserError: it holds none, but perhaps links that lead out of it.
         """
         listed = list_pictures(path)
-        self.path, self.pictures, self.total = path, listed.pictures, len(listed.pictures)
+        self.path = path
+        self.pictures = listed.pictures
+        self.total = len(self.pictures)
         if not self.pictures:
             notes = "; ".join(notes_of({"": listed})) or "add pictures"
             raise UserError(f"{path} holds no picture that is read; {notes}")
-        self.names = [str(file.relative_to(path)) for file in self.pictures]
-        self.splits = FolderSplits(self.names, split_above(path))
+        self.picture_names = [str(file.relative_to(path)) for file in self.pictures]
+        self.splits = FolderSplits(self.picture_names, split_above(path))
         return listed
 
     def _splits_of_files(self) -> FolderSplits:

@@ -194,7 +194,8 @@ class PairDatabase:
     def add_facts(self, number: int, facts: Mapping[str, Any]) -> None:
         """Keep what is known of a picture (columns of `pictures`): where it was found, or what became of it."""
         names = ("number", *facts)
-        marks, news = ", ".join("?" * len(names)), ", ".join(f"{n} = excluded.{n}" for n in facts)
+        marks = ", ".join("?" * len(names))
+        news = ", ".join(f"{name} = excluded.{name}" for name in facts)
         self.db.execute(
             f"INSERT INTO pictures ({', '.join(names)}) VALUES ({marks}) ON CONFLICT (number) DO UPDATE SET {news}",
             (number, *facts.values()),
