@@ -18,6 +18,7 @@ import shlex
 import shutil
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, takewhile
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import Say, UserError
@@ -215,8 +216,10 @@ def _content(reader: Reader, command: str) -> list[str | None]:
     )
     if max(reader.total or 0, len(reader.files)) > MOST_ROWS:
         raise too_many
+    rows = reader.rows() if reader.names_pictures and not reader.pictures else iter(())
+    outside = (row.place for row in takewhile(lambda row: row.content is None, rows) if row.place)
     pictures: list[str] = []
-    for place in reader.places_outside():
+    for place in chain(map(str, reader.pictures), outside):
         if is_address(place):
             raise UserError(
                 f"{reader.path} holds addresses of pictures ({place[:80]}): fetch them into shards with {command}"

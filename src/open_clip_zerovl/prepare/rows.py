@@ -99,15 +99,6 @@ class Reader(ABC):
             UserError: an input of another form.
         """
 
-    def places_outside(self) -> Iterator[str]:
-        """Iterate over the paths and addresses of the pictures that are not in the input itself."""
-        yield from map(str, self.pictures)
-        for row in self.rows() if self.names_pictures and not self.pictures else ():
-            if row.content is not None:
-                return
-            if row.place:
-                yield row.place
-
     def _find_pictures(self, path: Path) -> Listing:
         """Take a folder for the input, with the pictures in it and below it.
 
