@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -357,52 +356,14 @@ def test_bad_rows_are_counted_and_named_by_file_and_line(packed, tmp_path):
     assert "http" not in page.replace("http-equiv", "")
 
 
-def one_bad_encoding(folder: Path) -> Path:
-    return table(folder, "image,caption\n0.png,caf\udce9\n1.png,tea\n")  # a byte of Latin-1
-
-
-def json_lines_in_latin_1(folder: Path) -> Path:
-    return table(
-        folder,
-        '{"image": "0.png", "caption": "caf\udce9"}\n{"image": "1.png", "caption": "tea"}\n',
-        "p.jsonl",
-    )
-
-
-def lone_surrogates(folder: Path) -> Path:
-    """Which JSON can write, and no file can be called."""
-    rows = (
-        r'{"image": "\ud800.png", "caption": "x"}',
-        r'{"image": "0.png", "caption": "\udfff"}',
-        '{"image": "1.png", "caption": "y"}',
-    )
-    return table(folder, "\n".join(rows) + "\n", "pairs.jsonl")
-
-
-def odd_json_lines(folder: Path) -> Path:
-    rows = [
-        '{"image": "0.png", "caption": "x"}',
-        "[1]",
-        "no json",
-        '{"image": 3, "caption": "y"}',
-        '{"caption": "z"}',
-        "",
-    ]
-    return table(folder, "\n".join(rows) + "\n", "pairs.jsonl")
+def of_lines(name: str, *lines: str) -> Callable[[Path], Path]:
+    return lambda folder: table(folder, "\n".join([*lines, ""]), name)
 
 
 def torn_tar(folder: Path) -> Path:
     content = (as_tars(folder, make_pairs(12)) / "00000.tar").read_bytes()
     (folder / "00000.tar").write_bytes(content[: len(content) // 2])
     return folder
-
-
-def ids_that_are_lists(folder: Path) -> Path:
-    images = [{"id": 1, "file_name": "0.png"}, {"id": [2], "file_name": "1.png"}]
-    annotations = [{"image_id": image_id, "caption": "x"} for image_id in (1, [2], {})]
-    return table(
-        folder, json.dumps({"images": images, "annotations": annotations}), "captions.json"
-    )
 
 
 def pipes_and_devices(folder: Path) -> Path:
@@ -439,9 +400,29 @@ def paths_with_umlauts(folder: Path, first: str, second: str) -> Path:
 
 #: The input, the number of packed pictures, refused rows by reason.
 REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
-    "lines that are no objects": (odd_json_lines, 1, {"no JSON object": 2, "no picture named": 2}),
+    "lines that are no objects": (
+        of_lines(
+            "pairs.jsonl",
+            '{"image": "0.png", "caption": "x"}',
+            "[1]",
+            "no json",
+            '{"image": 3, "caption": "y"}',
+            '{"caption": "z"}',
+            "",
+        ),
+        1,
+        {"no JSON object": 2, "no picture named": 2},
+    ),
     "a torn tar": (torn_tar, 9, {"truncated shard": 1}),
-    "ids that are lists": (ids_that_are_lists, 1, {"no picture named": 2}),
+    "ids that are lists": (
+        of_lines(
+            "captions.json",
+            '{"images": [{"id": 1, "file_name": "0.png"}, {"id": [2], "file_name": "1.png"}], "annotations": [',
+            '{"image_id": 1, "caption": "x"}, {"image_id": [2], "caption": "x"}, {"image_id": {}, "caption": "x"}]}',
+        ),
+        1,
+        {"no picture named": 2},
+    ),
     "pipes, devices, dangling links": (
         pipes_and_devices,
         1,
@@ -463,9 +444,30 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
         1,
         {"path not UTF-8": 1},
     ),
-    "a caption in Latin-1": (one_bad_encoding, 1, {"caption not UTF-8": 1}),
-    "lone surrogates": (lone_surrogates, 1, {"path not UTF-8": 1, "caption not UTF-8": 1}),
-    "a JSON line in Latin-1": (json_lines_in_latin_1, 1, {"caption not UTF-8": 1}),
+    "a caption in Latin-1": (
+        of_lines("pairs.csv", "image,caption", "0.png,caf\udce9", "1.png,tea"),
+        1,
+        {"caption not UTF-8": 1},
+    ),
+    "lone surrogates": (  # which JSON can write, and no file can be called
+        of_lines(
+            "pairs.jsonl",
+            r'{"image": "\ud800.png", "caption": "x"}',
+            r'{"image": "0.png", "caption": "\udfff"}',
+            '{"image": "1.png", "caption": "y"}',
+        ),
+        1,
+        {"path not UTF-8": 1, "caption not UTF-8": 1},
+    ),
+    "a JSON line in Latin-1": (
+        of_lines(
+            "p.jsonl",
+            '{"image": "0.png", "caption": "caf\udce9"}',
+            '{"image": "1.png", "caption": "tea"}',
+        ),
+        1,
+        {"caption not UTF-8": 1},
+    ),
 }
 
 
