@@ -13,12 +13,13 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from open_clip.loss import ClipLoss, DistillClipLoss, SigLipLoss
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +31,7 @@ from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partn
 from support.dense_loss import sample_ids
 from support.dga_reference import (
     TOLERANCE,
+    batches,
     error,
     error_of_all,
     gradients,
@@ -125,7 +127,7 @@ def cases(
         "loss": loss,
         "terms": terms,
         "sizes": sizes,
-        "retain": draw(st.integers(0, most) | st.just("auto")),
+        "retain": draw(st.sampled_from([*range(most + 1), "auto"])),
         "frozen": draw(st.sampled_from(FROZEN)),
         "dtype": torch.float32 if in_fp32 else torch.float64,
         "autocast": in_fp32 and draw(st.booleans()),
@@ -133,10 +135,12 @@ def cases(
         "deferred": draw(st.booleans()),
         "noisy": draw(st.booleans()),
         # texts of other images in a micro-batch, in the one graph under other masks
-        "shuffled": model in IN_FP32 and terms == "none" and not training and draw(st.booleans()),
+        "shuffled": draw(st.booleans())
+        and (terms, training, MODELS[model][1]) == ("none", False, batches),
         "adapter": ranks > 1 and draw(st.booleans()),
+        # a model that returns its bias itself: DDP takes it for unused
         "ddp": DDP_OPTIONS
-        if ranks > 1 and model != "checkpointing" and draw(st.booleans())
+        if ranks > 1 and model not in ("checkpointing", "with a bias") and draw(st.booleans())
         else {},
         "loss_in_ddp": ranks > 1 and learns and draw(st.booleans()),
         "form": draw(st.sampled_from([*FORMS_OF_LOSS][: 3 if learns else 2])),
@@ -397,7 +401,10 @@ def masked(case: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_of_every_kind_of_model_are_exact(model):
-    @settings(max_examples=4, **QUIET)
+    """With a seed of its own: else every model draws the same losses, terms and sizes."""
+
+    @seed(crc32(model.encode()))
+    @settings(max_examples=5, **QUIET)
     @given(cases((model,)))
     def property_of(case):
         check(case, [steps_of(case)])
@@ -420,6 +427,14 @@ def test_with_other_masks_in_the_replay_they_are_not(caplog, case):
     assert "gradients are WRONG" in caplog.text
 
 
+def some_of(space: Any, count: int, of: str = "") -> list[dict[str, Any]]:
+    """Draw cases without the simplest one, which comes first, always the same ones."""
+    drawn: list[dict[str, Any]] = []
+    draw = given(space)(lambda case: drawn.append(case))
+    seed(crc32(of.encode()))(settings(max_examples=count + 1, **QUIET)(draw))()
+    return drawn[1:]
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("ranks", "examples"),
@@ -427,14 +442,11 @@ def test_with_other_masks_in_the_replay_they_are_not(caplog, case):
 )
 def test_random_steps_over_ranks_are_exact(ranks, examples, tmp_path):
     """In one start of the processes, each loss once at least; the last two once more with other masks, which must show."""
-    drawn: list[dict[str, Any]] = list(UNLIKE)
     over_ranks = partial(cases, OVER_RANKS, ranks=ranks)
     losses = sorted(set().union(*(losses_of(model, ranks) for model in OVER_RANKS)))
-    for number, space in [
-        (examples, over_ranks()),
-        *((1, over_ranks(only=each)) for each in losses),
-    ]:
-        settings(max_examples=number, **QUIET)(given(space)(lambda case: drawn.append(case)))()
+    drawn = [*UNLIKE, *some_of(over_ranks(), examples)]
+    for loss in losses:
+        drawn += some_of(over_ranks(only=loss), 1, of=loss)
     controls = [masked(case) for case in drawn[-2:]]
     torch.save((drawn, controls), tmp_path / "cases.pt")
     run_ranks(ranks, __file__, str(tmp_path), timeout=1700)

@@ -7,6 +7,7 @@ program: `test_ranks.py FOLDER [STEP ...]`.
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -273,7 +274,7 @@ def test_a_failed_replay_stops_every_rank(ranks):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))  # where a refusal is missing
     here = dist.get_rank(), dist.get_world_size()
     folder, *chosen = sys.argv[1:]
     results: dict[str, Any] = {step: taken(step, *here) for step in chosen or STEPS}
