@@ -171,7 +171,11 @@ class RunLog:
             "start", at, model=self.args.model, batch=batch, epochs=epochs, steps=steps,
             sources={source.name: source.num_samples for source in sources},
             # `--sampling random` is what named sources get without the flag.
-            settings={name: str(value) for name, value in self.config.given.items() if (name, value) != ("sampling", "random")},
+            settings={
+                name: " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+                for name, value in self.config.given.items()
+                if (name, value) != ("sampling", "random")
+            },
             **facts,
         )  # fmt: skip
 

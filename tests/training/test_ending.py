@@ -365,8 +365,9 @@ def test_a_run_shows_what_it_will_do_and_where_it_is(train):
     pairs = train.folder / "shown"
     write_retrieval_set(pairs, [1, 2, 1, 1])
     _, printed, folder = train(
-        None, "--epochs", "1", "--retrieval-data", f"r={pairs}", name="shown", status=0
-    )
+        None, "--epochs", "1", "--retrieval-data", f"r={pairs}", "--image-mean", "0.5", "0.5", "0.4",
+        name="shown", status=0,
+    )  # fmt: skip
     before = printed.partition("Train Epoch")[0].splitlines()
     assert len(before) < 18, printed
     (batch,) = (line for line in before if " pairs a step " in line)
@@ -391,7 +392,8 @@ def test_a_run_shows_what_it_will_do_and_where_it_is(train):
         [(i + 1) / STEPS for i in range(STEPS)]
     )
     assert record["lost"][0]["delivered"] == {"a": 56} and record["end"][0]["how"] == "done"
-    assert record["start"][0]["settings"]["dga_steps"] == "2"
+    settings = record["start"][0]["settings"]
+    assert settings["dga_steps"] == "2" and settings["image_mean"] == "0.5 0.5 0.4"
     _, printed, _ = train(None, "--epochs", "1", "--resume", "latest", name="shown", status=0)
     assert "Nothing is left to train: " in printed and "epoch_1.pt has all 1 epochs" in printed
 
