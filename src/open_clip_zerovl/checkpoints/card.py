@@ -408,9 +408,7 @@ def _data(params: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
         name, equals, _ = entry.partition("=")
         if not equals or "/" in name:
             # open_clip's unnamed data, shown by its folder's name: a folder, a file in one, or a pattern of shards in one.
-            is_folder = "{" not in entry and not Path(entry).suffix
-            folder = entry if is_folder else entry.partition("{")[0].rpartition("/")[0]
-            name = Path(folder).name
+            name = Path(re.sub(r"/[^/]*(\{.*|\.\w+)$", "", entry)).name
         weight = f", weight {factors[i]}" if i < len(factors) and factors[i] else ""
         samples = f", {sizes[name]:,} samples" if name in sizes else ""
         lines += [f"{name}{samples}{weight}"] if entry else []

@@ -178,10 +178,9 @@ def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = N
         vision_cfg["image_size"] = _unwrapped(params["force_image_size"])
     if params.get("force_context_length"):
         text_cfg["context_length"] = params["force_context_length"]
-    if params.get("force_quick_gelu"):
-        model_cfg["quick_gelu"] = True
-    if params.get("force_custom_text"):
-        model_cfg["custom_text"] = True
+    for switch in ("quick_gelu", "custom_text"):
+        if params.get(f"force_{switch}"):
+            model_cfg[switch] = True
     if params.get("siglip"):
         # open_clip's main passes these two to the constructor; the bias decides whether the parameter exists.
         model_cfg.update(init_logit_scale=2.302585092994046, init_logit_bias=-10)
@@ -189,12 +188,9 @@ def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = N
     if "timm_model_name" in vision_cfg:
         vision_cfg["timm_model_pretrained"] = False
     if text_model:
-        source = (
-            str(Path(text_model).expanduser().absolute())
-            if Path(text_model).expanduser().is_dir()
-            else text_model
-        )
-        text_cfg["hf_model_name"] = text_cfg["hf_tokenizer_name"] = str(source)
+        place = Path(text_model).expanduser()
+        source = str(place.absolute() if place.is_dir() else text_model)
+        text_cfg["hf_model_name"] = text_cfg["hf_tokenizer_name"] = source
     if "hf_model_name" in text_cfg:
         text_cfg["hf_model_pretrained"] = False
         text_cfg["hf_tokenizer_name"] = (
