@@ -139,8 +139,8 @@ class PairDatabase:
     def close(self) -> None:
         """Close the files, and remove the tables."""
         self.db.close()
-        self.spool.close()
         self.path.unlink(missing_ok=True)
+        self.spool.close()  # which fails where the disk is full
 
     def content(self, sample: Stored) -> bytes:
         """Read the bytes of a sample's picture."""
