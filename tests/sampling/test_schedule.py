@@ -355,6 +355,11 @@ def test_resampling_draws_with_replacement_in_proportion_to_shard_sizes():
         {piece.position for piece in slices}
     ) == len(slices)
     assert all(piece.position % 300 == [0, 100][piece.shard] + piece.start for piece in slices)
+    starts = set()  # of a part of a shard
+    for epoch in range(5):
+        part = source_schedule([300], 30, strategy="debiased", seed=0, epoch=epoch, weights=[0.1])
+        starts |= {piece.start for piece in epoch_slices([300], part, 0, resampled=True)}
+    assert len(starts) == 5
 
 
 def test_no_position_of_resampled_shards_comes_again_in_another_epoch():
