@@ -207,8 +207,9 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
         (["--kept=held-out={old}"], "the set held-out is both new and kept"),
     ],
 )
-def test_what_keeping_refuses(made, refusal, flags, words):
+def test_what_keeping_refuses(made, tmp_path, refusal, flags, words):
     assert words in refusal(*(flag.format(mine=made / "mine", old=made / "old") for flag in flags))
+    assert not (tmp_path / "ft" / "run").exists()  # before the training
 
 
 @pytest.mark.parametrize("distinct", [1, 40])
