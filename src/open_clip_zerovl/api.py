@@ -677,9 +677,10 @@ def _registered(model: str | None) -> str | None:
 
 
 def name_models(models: Sequence[str]) -> dict[str, str]:
-    """Name models as `NAME=MODEL` says, or after the path.
+    """Name models as `NAME=MODEL` says, or after the path, checkpoints and a folder `model` after their run's folder.
 
-        ["random=a.pt", "logs/run/checkpoints/epoch_9.pt"]  ->  {"random": "a.pt", "run": "logs/run/checkpoints/epoch_9.pt"}
+        ["random=a.pt", "logs/run/checkpoints/epoch_9.pt", "mine/model"]
+        ->  {"random": "a.pt", "run": "logs/run/checkpoints/epoch_9.pt", "mine": "mine/model"}
 
     Raises:
         UserError: two models of one name, or one without a name.
@@ -692,6 +693,8 @@ def name_models(models: Sequence[str]) -> dict[str, str]:
         if not name:
             place = Path(path.removeprefix("local-dir:"))
             name = place.parent.parent.name if place.parent.name == "checkpoints" else place.stem
+            if place.name == "model":
+                name = place.parent.name or name
         if not name or not path or name in named:
             raise UserError(
                 f"model {entry!r} needs a name of its own; write NAME={path or 'MODEL'}"

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from open_clip_zerovl.api import name_models
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
@@ -262,6 +263,11 @@ def check_gallery(html: str, row: dict) -> None:
     for tag in {tag for _, tag in opened}:
         assert opened.count(("", tag)) == opened.count(("/", tag)), tag
     assert 'class="example large hit"' in html and 'class="example large miss"' in html
+
+
+def test_models_without_a_name_are_named_after_their_run():
+    models = ["random=a.pt", "logs/run/checkpoints/epoch_9.pt", "mine/model", "ViT-B-32/openai"]
+    assert list(name_models(models)) == ["random", "run", "mine", "openai"]
 
 
 @pytest.mark.parametrize(

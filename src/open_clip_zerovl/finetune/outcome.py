@@ -100,7 +100,9 @@ def write_outcome(
     facts = [f"From {request.start.model} on {request.data}.", *notes]
     scores = {0: curve.points[0].mean_score(curve.new), **trained}
     commands = next_commands(model, prepared.split.new, request.kept)
-    write_report(out / "report.html", facts, commands, settings, scores, epoch, curve)
+    moving = loading_notes(model)
+    page_facts = [*facts, *moving]
+    write_report(out / "report.html", page_facts, commands, settings, scores, epoch, curve)
     table = before_after(curve, notes)
     content = {
         **request.of_training(),
@@ -111,7 +113,7 @@ def write_outcome(
         "zero_shot": accuracies,
         "curve": {"asked": request.of_curve(prepared.arguments), **curve.as_dict()},
         "model": str(model),
-        "table": f"{table}\n\n{commands}",
+        "table": "\n".join([f"{table}\n\n{commands}", *moving]),
     }
     write_atomically(out / RESULT, json.dumps(content, indent=2) + "\n")
 
@@ -201,12 +203,12 @@ def before_after(curve: Curve, notes: Sequence[str]) -> str:
 
 def next_commands(model: Path, new: str, kept_sets: str | None) -> str:
     """Write the commands that load and score the chosen model."""
-    data = shlex.quote("::".join(filter(None, (new, kept_sets))))
-    lines = [
-        f"Load it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')",
-        f"Score it: zerovl retrieval {shlex.quote(str(model))} --data {data}",
-    ]
-    return "\n".join([*lines, *loading_notes(model)])
+    sets = "::".join(filter(None, (new, kept_sets)))
+    measure = "zero-shot" if pairs.all_classes(sets) else "retrieval"
+    return (
+        f"Load it: open_clip.create_model_and_transforms('{LOCAL_DIR}{model.absolute()}')\n"
+        f"Score it: zerovl {measure} {shlex.quote(str(model))} --data {shlex.quote(sets)}"
+    )
 
 
 def write_report(
