@@ -9,7 +9,6 @@ internals must not go unnoticed.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -194,9 +193,9 @@ def _filled_v3(run: Any, host: Any) -> dict[str, Any]:
     stock_adamw = host.optim.AdamW
 
     def get_data(args, preprocess_fns, epoch: int = 0, tokenizer=None, **more) -> dict:
-        def stock(args) -> dict:
-            return stock_data(args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **more)
-
+        stock = partial(
+            stock_data, preprocess_fns=preprocess_fns, epoch=epoch, tokenizer=tokenizer, **more
+        )
         return run.get_data(stock, args, preprocess_fns, tokenizer)
 
     def pt_load(file_path: str, map_location: Any = None) -> dict:
@@ -218,11 +217,9 @@ def _filled_v3(run: Any, host: Any) -> dict[str, Any]:
     def evaluate(
         model, data, epoch, args, tb_writer=None, tokenizer=None, **more
     ) -> dict[str, Any]:
-        def stock(data: dict) -> dict[str, Any]:
-            return stock_evaluate(
-                model, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer, **more
-            )
-
+        stock = partial(
+            stock_evaluate, model, epoch=epoch, args=args, tb_writer=tb_writer, tokenizer=tokenizer, **more
+        )  # fmt: skip
         return run.evaluate(
             stock, getattr(model, "module", model), data, epoch, tb_writer, tokenizer
         )
@@ -306,9 +303,9 @@ class _AdaptersV4:
         self.stock_newest = host.get_latest_checkpoint
 
     def get_data(self, args, preprocess_fns, epoch: int = 0, tokenizer=None, **more) -> dict:
-        def stock(args: argparse.Namespace) -> dict:
-            return self.stock_data(args, preprocess_fns, epoch=epoch, tokenizer=tokenizer, **more)
-
+        stock = partial(
+            self.stock_data, preprocess_fns=preprocess_fns, epoch=epoch, tokenizer=tokenizer, **more
+        )
         data = self.run.get_data(stock, args, preprocess_fns, tokenizer)
         if "train" in data:
             data["train"].dataloader = _Loader(
@@ -324,17 +321,13 @@ class _AdaptersV4:
         return CLIPTask(model, loss=self.run.create_loss(args))
 
     def create_optimizer(self, model, cfg, **more) -> Any:
-        def stock() -> Any:
-            return self.stock_optimizer(model, cfg, **more)
-
+        stock = partial(self.stock_optimizer, model, cfg, **more)
         return self.run.create_optimizer(
             stock, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps
         )
 
     def train_one_epoch(self, state, data, args, tb_writer=None, **more) -> None:
-        def stock() -> None:
-            self.stock_epoch(state, data, args, tb_writer=tb_writer, **more)
-
+        stock = partial(self.stock_epoch, state, data, args, tb_writer=tb_writer, **more)
         self.run.train_epoch(
             stock, state.task.trainable_module, data, getattr(state.task, "loss", None), state.epoch, state.optimizer,
             state.scaler, state.scheduler, tb_writer,
@@ -347,11 +340,9 @@ class _AdaptersV4:
     def evaluate(
         self, task, data, epoch, args, tb_writer=None, tokenizer=None, **more
     ) -> dict[str, Any]:
-        def stock(data: dict) -> dict[str, Any]:
-            return self.stock_evaluate(
-                task, data, epoch, args, tb_writer=tb_writer, tokenizer=tokenizer, **more
-            )
-
+        stock = partial(
+            self.stock_evaluate, task, epoch=epoch, args=args, tb_writer=tb_writer, tokenizer=tokenizer, **more
+        )  # fmt: skip
         return self.run.evaluate(
             stock, task.get_trainable_module(), data, epoch, tb_writer, tokenizer
         )

@@ -14,8 +14,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -287,33 +286,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def open_clip_parser() -> TrainingParser:
     """Return open_clip's own parser, which its `parse_args` makes in each call."""
-    with _made_by_open_clip() as made:
-        host_params.parse_args([])
-    return made[0]
-
-
-@contextmanager
-def _made_by_open_clip() -> Iterator[list[TrainingParser]]:
-    """Make open_clip's `parse_args` use a `TrainingParser` within the block.
-
-    Those made are in the list.
-    """
-    made: list[TrainingParser] = []
-
-    def make() -> TrainingParser:
-        made.append(TrainingParser(prog="python -m training.main"))
-        return made[-1]
-
-    host_params.argparse = SimpleNamespace(ArgumentParser=make)
-    try:
-        yield made
-    finally:
-        host_params.argparse = argparse
+    return _parse_open_clip([])[1]
 
 
 def _parse_open_clip(words: Sequence[str]) -> tuple[argparse.Namespace, TrainingParser]:
-    with _made_by_open_clip() as made:
-        return host_params.parse_args(list(words)), made[0]
+    """Parse as open_clip does, by a `TrainingParser`, which is returned with its flags."""
+    parser = TrainingParser(prog="python -m training.main")
+    host_params.argparse = SimpleNamespace(ArgumentParser=lambda: parser)
+    try:
+        return host_params.parse_args(list(words)), parser
+    finally:
+        host_params.argparse = argparse
 
 
 def parse(argv: Sequence[str]) -> Command:
