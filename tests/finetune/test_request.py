@@ -58,7 +58,7 @@ def test_every_flag_belongs_to_one_key(tmp_path, monkeypatch):
         "open_clip_zerovl.finetune.finetuning.run_finetune",
         lambda request, say: seen.append(request),
     )
-    monkeypatch.setattr(api, "_read", lambda file: {"table": ""})
+    monkeypatch.setattr(api, "read_json", lambda file: {"table": ""})
     declared = {(action.option_strings or [action.dest])[-1] for action in parser._actions}
     declared -= {"--help", "--debug"}
     assert declared == KEYS.keys()
