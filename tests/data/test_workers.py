@@ -17,7 +17,13 @@ import torch
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data import workers as workers_module
-from open_clip_zerovl.data.workers import BufferPool, ItemSet, PooledBatch, read_batches
+from open_clip_zerovl.data.workers import (
+    BufferPool,
+    ItemSet,
+    PooledBatch,
+    read_batches,
+    worker_start,
+)
 from support.loading import loader_of
 from support.tars import write_source
 
@@ -415,3 +421,26 @@ def test_a_block_that_is_given_back_too_early_is_noticed(source, monkeypatch):
     monkeypatch.setattr(BufferPool, "receive", receive)
     kept = [images for images, _ in loader]
     assert len({images.data_ptr() for images in kept}) < len(kept)
+
+
+def test_a_lost_worker_prints_no_traceback_from_within_a_finalizer(monkeypatch):
+    """torch's handler of SIGCHLD raises wherever the main thread is; Python prints what a finalizer raises, and goes on."""
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: reported.append(ignored.exc_value))
+
+    class Raises:
+        def __init__(self, error):
+            self.error = error
+
+        def __del__(self):
+            raise self.error
+
+    worker_start()
+    worker_start()  # of a second loader
+    for error in (
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+        ValueError("a defect"),
+    ):
+        Raises(error)
+        gc.collect()
+    assert [type(error) for error in reported] == [ValueError]
