@@ -307,8 +307,14 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
         place = tmp_path / "things" / THINGS[number % 2]
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number}.png").write_bytes(drawn(300 + number).files["png"])
+    table = tmp_path / "old.csv"  # packed at the door, as each data argument is
+    lines = ["image,caption"]
+    for number in range(400, 412):
+        (tmp_path / f"{number}.png").write_bytes(drawn(number).files["png"])
+        lines.append(f"{number}.png,picture number {number}")
+    table.write_text("\n".join(lines))
     more = [
-        f"--kept=old={made / 'old'}",
+        f"--kept=old={table}",
         "--keep=0",
         f"--zero-shot-data=things={tmp_path / 'things'}",
     ]
@@ -320,7 +326,7 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
         "Zero-shot top-1 on things (12 pictures, 2 classes, chance 50.0 %, the commonest class "
         in kept
     )
-    assert "old (kept)" in kept and "No --kept set" not in kept
+    assert "old (kept): 12 pictures" in kept and "No --kept set" not in kept
     assert (out / "training.log").read_bytes() == log
 
 

@@ -158,6 +158,11 @@ class DataArguments:
         """Return the held-out sets, "" where pictures are drawn."""
         return self.retrieval.get(HELD_OUT_FLAG, "")
 
+    @property
+    def kept(self) -> str:
+        """Return the sets of the ability to keep as shards, "" where none was given."""
+        return self.retrieval.get("--kept", "")
+
     def flags(self) -> dict[str, str]:
         """Map each flag to its data."""
         return {**self.sources, **self.retrieval, **self.labelled}

@@ -160,7 +160,7 @@ def _same_request(request: FinetuneRequest, say: Say) -> pairs.DataArguments:
 
 def _prepare(request: FinetuneRequest, arguments: pairs.DataArguments, say: Say) -> Prepared:
     check_keeping(request)
-    kept_sets = parse_retrieval_data(request.kept).keys() if request.kept else ()
+    kept_sets = parse_retrieval_data(arguments.kept).keys() if arguments.kept else ()
     require_possible(request.rule, kept_sets)
     split = hold_out(
         arguments,

@@ -76,11 +76,12 @@ def write_outcome(
     say(f"weights between before and epoch {epoch}, the best:")
     ends = open_ends(scorer, Encoder(str(checkpoint), device="cpu"))
     classes: dict[str, Any] = {}
-    for sets in (prepared.split.new, request.kept) if pairs.all_classes(prepared.split.new) else ():
+    kept = prepared.arguments.kept
+    for sets in (prepared.split.new, kept) if pairs.all_classes(prepared.split.new) else ():
         classes |= labelled_sets(sets) if sets and pairs.all_classes(sets) else {}
     split = prepared.split
     new = pairs.sets_of(split.new)
-    kept_sets = pairs.sets_of(request.kept) if request.kept else {}
+    kept_sets = pairs.sets_of(kept) if kept else {}
     curve = score_curve(ends, scorer, request, new, kept_sets, classes=classes, say=say)
     model = write_between(ends, curve, out / "model", trained=split.trained)
     shown: list[GallerySet] = []
