@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests")]  # works without an installation
 
 from open_clip_zerovl.core.errors import UserError  # noqa: E402
-from open_clip_zerovl.core.files import write_atomically  # noqa: E402
+from open_clip_zerovl.core.files import digest_of, write_atomically  # noqa: E402
 from scripts.tables import markdown_table  # noqa: E402
 
 # Functions of scripts/bench/gpu_parts.py: (seconds on an H100, what they answer).
@@ -71,9 +71,10 @@ HANGS_AFTER = 120.0  # seconds without a result
 
 
 class Session:
-    """Measures and writes results, each at once; those of an earlier call are not measured again.
+    """Measures and writes results, each at once; those of an earlier call with the same programs are not measured again.
 
     Attributes:
+        programs: a digest of this project's programs.
         parts: part -> {"results": {key: values}, "seconds", "done"}.
         attempts: "part, key" -> begun measurements without a result.
         part: the part that is being measured.
@@ -93,8 +94,13 @@ class Session:
         self.part = ""
         self._limit: tuple[float, str] | None = None  # a result by then, or its key hangs
         self._lock = threading.RLock()
-        if file := next((file for file in self.files if file.is_file()), None):
-            vars(self).update(json.loads(file.read_text(encoding="utf-8")))
+        programs = [path for folder in ("src", "scripts") for path in (ROOT / folder).rglob("*.py")]
+        self.programs = digest_of([path.read_text(encoding="utf-8") for path in sorted(programs)])
+        for file in self.files:
+            state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            if state.get("programs") == self.programs:
+                vars(self).update(state)
+                break
 
     @property
     def results(self) -> dict[str, dict[str, Any]]:
@@ -103,9 +109,9 @@ class Session:
 
     def save(self) -> None:
         """Write the state and the page."""
-        state = json.dumps({"parts": self.parts, "attempts": self.attempts}, indent=1) + "\n"
+        state = {"programs": self.programs, "parts": self.parts, "attempts": self.attempts}
         for file in self.files:
-            write_atomically(file, state)
+            write_atomically(file, json.dumps(state, indent=1) + "\n")
         write_atomically(self.files[-1].with_suffix(".md"), page(self.parts))
 
     def write(self, key: str, **values: Any) -> None:

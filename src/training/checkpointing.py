@@ -224,11 +224,11 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
         while held is None and time.monotonic() < deadline:
             time.sleep(0.1)
             held = lock()
-    except UserError:
+    except (UserError, OSError):
         logging.warning(
             f"The file system of {folder} has no locks; make sure that no other process trains this run."
         )
-        return os.open(folder / LOCK, os.O_RDONLY)
+        return os.open(folder / LOCK, os.O_RDONLY)  # OSError where the folder cannot be written
     if held is None:
         raise UserError(
             f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"

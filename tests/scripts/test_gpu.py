@@ -68,6 +68,23 @@ def test_the_next_call_goes_on_behind_what_is_written(tmp_path, ending, words, s
     assert results(tmp_path)["c"] == {} and results(tmp_path)["a"] == after["a"]
 
 
+def test_a_record_of_other_programs_is_measured_anew(tmp_path):
+    """As that of docs/results in a clone of a later commit, on the same card."""
+    file = tmp_path / "out" / "gpu-rehearsal.json"
+    for expected in (1, 1, 2):
+        if expected == 2:
+            state = json.loads(file.read_text())
+            other = {"whole": {"results": {"a": {}}, "seconds": 1.0, "done": True}}
+            file.write_text(
+                json.dumps(state | {"programs": "others", "parts": state["parts"] | other})
+            )
+            for kept in (tmp_path / "work").glob("gpu-*"):
+                kept.unlink()
+        assert call(tmp_path, "{}") == 1  # for the failed b
+        assert (tmp_path / "calls").read_text().split().count("a") == expected
+    assert "whole" not in json.loads(file.read_text())["parts"]
+
+
 def test_the_page():
     row = {"seconds": 1.0, "samples_per_second": 2048.3, "retained": None}
     machine = {"device": "NVIDIA H200", "versions": {"torch": "2.11.0"}} | dict.fromkeys(

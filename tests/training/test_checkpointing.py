@@ -181,11 +181,12 @@ def test_one_process_at_a_time(held, caplog):
     os.close(lock_folder(folder, wait_seconds=5))  # the system has given it back
 
 
-def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL])
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog, number):
     """The training was refused, with the flags of another program."""
 
     def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     os.close(lock_folder(tmp_path / "run"))
