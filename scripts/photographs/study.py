@@ -154,14 +154,14 @@ class Laboratory:
 
     def __init__(self, protocol: dict[str, Any], features: Path, folder: Path = RECORDS) -> None:
         self.protocol, self.features, self.folder = protocol, features, folder
-        self.store = cache(lambda kind: kind(features))
+        self.store = cache(lambda maps: (MapStore if maps else Store)(features))
         self.data = cache(self._data)
         self.start = cache(self._start)
 
-    def _data(self, name: str, kind: type[Store] = Store) -> Scored:
+    def _data(self, name: str, maps: bool = False) -> Scored:
         if not name:
-            return OneSource(self.store(kind))
-        return Mixture(self.store(kind), self.protocol["debiased"]["mixtures"][name])
+            return OneSource(self.store(maps))
+        return Mixture(self.store(maps), self.protocol["debiased"]["mixtures"][name])
 
     def _start(self, batch: int, rate: float, seed: int, epochs: int) -> Heads:
         samples = self.protocol["batch"]["epoch_samples"]
@@ -181,11 +181,12 @@ class Laboratory:
 
     def train_stages(self, unit: Unit) -> tuple[int, Scores]:
         """Train the image tower's last stages below the heads, seed by seed."""
-        scored, of_images = self.data(unit.data, MapStore), self.data(unit.data).of_images
-        steps, scores = 0, {}
+        scored, of_images = self.data(unit.data, True), self.data(unit.data).of_images
+        steps = 0
+        scores: Scores = {}
         for seed in seeds_of(self.protocol, unit.part):
             stages = divided(image_tower(self.features / "encoders"))[1]
-            towers = Stages(stages, begin(WIDTH, [seed]), of_images)
+            towers: Any = Stages(stages, begin(WIDTH, [seed]), of_images)
             steps = train(towers, scored.pairs, unit.training, unit.rate, [seed])
             for name, values in scored.scores(towers).items():
                 scores.setdefault(name, []).extend(values)
