@@ -74,7 +74,7 @@ class Session:
     """Measures and writes results, each at once; those of an earlier call with the same programs are not measured again.
 
     Attributes:
-        programs: a digest of this project's programs.
+        programs: a digest of this project's programs, with the tests that are parts.
         parts: part -> {"results": {key: values}, "seconds", "done"}.
         attempts: "part, key" -> begun measurements without a result.
         part: the part that is being measured.
@@ -94,7 +94,8 @@ class Session:
         self.part = ""
         self._limit: tuple[float, str] | None = None  # a result by then, or its key hangs
         self._lock = threading.RLock()
-        programs = [path for folder in ("src", "scripts") for path in (ROOT / folder).rglob("*.py")]
+        folders = (ROOT / "src", ROOT / "scripts", ROOT / "tests" / "gpu")
+        programs = [path for folder in folders for path in folder.rglob("*.py")]
         self.programs = digest_of([path.read_text(encoding="utf-8") for path in sorted(programs)])
         for file in self.files:
             state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -207,7 +207,7 @@ def _prune(folder: Path, now: tuple[int, int], keep: int) -> None:
 def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
     """Hold a lock on a run's folder until its descriptor is closed or this process ends: one process writes there.
 
-    On a file system without locks the run continues after a warning.
+    Where there are no locks, or one fails, the run continues after a warning.
 
     Raises:
         UserError: another process holds the lock for longer than `wait_seconds`.
@@ -224,11 +224,12 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> int:
         while held is None and time.monotonic() < deadline:
             time.sleep(0.1)
             held = lock()
-    except (UserError, OSError):
+    except (UserError, OSError) as error:
+        reason = "its file system has no locks" if isinstance(error, UserError) else error
         logging.warning(
-            f"The file system of {folder} has no locks; make sure that no other process trains this run."
+            f"{folder} cannot be locked ({reason}); make sure that no other process trains this run."
         )
-        return os.open(folder / LOCK, os.O_RDONLY)  # OSError where the folder cannot be written
+        return os.open(folder / LOCK, os.O_RDONLY)
     if held is None:
         raise UserError(
             f"another process is training the run in {folder}; wait for it, stop it, or choose another --name"

@@ -181,8 +181,11 @@ def test_one_process_at_a_time(held, caplog):
     os.close(lock_folder(folder, wait_seconds=5))  # the system has given it back
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL])
-def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog, number):
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(errno.ENOLCK, "its file system has no locks"), (errno.EINVAL, "Invalid argument")],
+)
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog, number, reason):
     """The training was refused, with the flags of another program."""
 
     def flock(*_: object) -> None:
@@ -190,7 +193,7 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplo
 
     monkeypatch.setattr(fcntl, "flock", flock)
     os.close(lock_folder(tmp_path / "run"))
-    assert "has no locks; make sure that no other process trains this run" in caplog.text
+    assert f"{reason}); make sure that no other process trains this run" in caplog.text
 
 
 def test_two_runs_with_one_made_up_name(held, monkeypatch):

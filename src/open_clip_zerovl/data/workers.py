@@ -41,6 +41,7 @@ from open_clip_zerovl.core.processes import end_with_parent
 
 FIRST_WARNING_SECONDS = 30.0  # of a wait
 NEXT_WARNING_SECONDS = 300.0
+_LOST = "DataLoader worker (pid"  # begins torch's sentences on a worker that has ended
 
 Item = TypeVar("Item")
 # Message: process and number of a block that is free; shorter than PIPE_BUF, so never in parts.
@@ -100,7 +101,7 @@ def _unless_a_worker_is_lost(report: Callable[[Any], Any], ignored: Any) -> None
 
     The next batch finds the worker dead.
     """
-    if not str(ignored.exc_value).startswith("DataLoader worker (pid"):
+    if not str(ignored.exc_value).startswith(_LOST):
         report(ignored)
 
 
@@ -216,7 +217,7 @@ def read_batches(
         try:
             batch = next(batches, None)
         except RuntimeError as error:
-            if not first_line(error).startswith("DataLoader worker (pid"):
+            if not first_line(error).startswith(_LOST):
                 raise
             raise UserError(
                 f"a loader worker was lost ({first_line(error).split('. ')[0].rstrip('.')}); if memory or /dev/shm is full, "

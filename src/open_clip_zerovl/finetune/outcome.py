@@ -98,12 +98,11 @@ def write_outcome(
     notes = [*prepared.notes, *_reading_notes(curve), *zero_shot_sentences(accuracies)]
     if curve.chosen.alpha and not pairs.all_classes(prepared.split.new):
         notes += recall_verdicts(shown)
-    facts = [f"From {request.start.model} on {request.data}.", *notes]
+    moving = loading_notes(model)
+    facts = [f"From {request.start.model} on {request.data}.", *notes, *moving]
     scores = {0: curve.points[0].mean_score(curve.new), **trained}
     commands = next_commands(model, prepared.split.new, request.kept)
-    moving = loading_notes(model)
-    page_facts = [*facts, *moving]
-    write_report(out / "report.html", page_facts, commands, settings, scores, epoch, curve)
+    write_report(out / "report.html", facts, commands, settings, scores, epoch, curve)
     table = before_after(curve, notes)
     content = {
         **request.of_training(),
