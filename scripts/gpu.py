@@ -54,7 +54,7 @@ PARTS = {
     "waits": (5, "where a step waits for the GPU, and the longest kernels of a micro-batch"),
     "loss": (12, "the loss alone, to 262,144 pairs"),
     "blocks": (75, "the same steps with the towers' blocks compiled"),
-    "training": (155, "`zerovl train` from tars, stopped, and resumed from an earlier step"),
+    "training": (155, "`zerovl train` from tars, compiled as the 14M recipe is, stopped, and resumed from an earlier step"),
     "tests": (70, "the other tests of tests/gpu: compile, resume, loss and memory"),
     "ranks": (50, "gradient errors of two ranks that share the GPU"),
     "plan": (35, "`zerovl plan` compared with that training"),
