@@ -24,8 +24,7 @@ import open_clip_train.params as host_params
 from open_clip_zerovl.core.errors import UserError, argparse_sentence, say
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.core.flags import (
-    Contradiction,
-    Requirement,
+    Rule,
     add_flags,
     conflicts,
     flags_of,
@@ -65,13 +64,11 @@ def _needs_our_loss(f: AllFlags) -> bool:
     return f.own_step and (ours or "detached-gather" in f.ablate or f.siglip)
 
 
-def _refusal(
-    flag: str, recipe: str, when: Callable[[AllFlags], bool], advice: str
-) -> Contradiction:
-    return Contradiction(flag, when, advice, recipe)
+def _refusal(flag: str, recipe: str, when: Callable[[AllFlags], bool], advice: str) -> Rule:
+    return Rule(f"{flag} does not work with {recipe}: {advice}", when)
 
 
-REFUSALS = (
+RULES = (
     # the program
     _refusal("--horovod", THE_RECIPE, lambda f: f.horovod and f.active, "use torchrun"),
     _refusal(
@@ -136,53 +133,52 @@ REFUSALS = (
         "--dataset-type {dataset_type}", "named sources or --sampling",
         lambda f: f.dataset_type not in ("auto", "webdataset") and f.mixture, "sources are webdataset shards",
     ),
+    # what open_clip needs, and says too late or not at all
+    Rule(
+        "--opt {opt} needs --lr and --eps: open_clip has defaults for adamw only",
+        lambda f: "timm" in f.opt and None in (f.lr, f.eps),
+    ),
+    Rule(
+        "--distill-model needs --distill-pretrained, the teacher's weights: without it open_clip does not distil",
+        lambda f: f.distill_model is not None and f.distill_pretrained is None,
+    ),
+    Rule(
+        "--distill-pretrained needs --distill-model, the teacher's name: without it open_clip does not distil",
+        lambda f: f.distill_pretrained is not None and f.distill_model is None,
+    ),
+    Rule(
+        "--report-to {report_to} needs one of wandb and trackio: open_clip reports to one of them",
+        lambda f: "trackio" in line_here().reports and {"trackio", "wandb"} <= _reports(f),
+    ),
+    Rule(
+        f"--report-to {{report_to}} needs one of the names {', '.join(line_here().reports)}",
+        lambda f: bool(f.report_to) and not _reports(f),
+    ),
 )  # fmt: skip
 # Of open_clip 4 alone: one of these flags, if it is not at its default, would be ignored by a part of the recipe.
 LATER = (
-    _refusal(
+    (
         "--pretrained-audio --audio-zeroshot-dataset", THE_RECIPE, lambda f: f.active,
         "it is for models of sounds; leave it out",
     ),
-    _refusal(
+    (
         "--fsdp --use-naflex --force-naflex-vision --force-naflex-patch-interp", THE_STEP, lambda f: f.own_step,
         "it takes a model as it is, in DistributedDataParallel; leave it out",
     ),
-    _refusal(
+    (
         "--caption-z-loss-weight --caption-loss-compute-dtype --caption-loss-chunk-size --text-attention-mask", THE_STEP,
         lambda f: f.own_step, "it is a setting of open_clip's own caption loss; leave it out",
     ),
-    _refusal("--fsdp", "--lora", lambda f: f.lora is not None, "it shards a model of one precision; leave it out"),
-    _refusal(
+    ("--fsdp", "--lora", lambda f: f.lora is not None, "it shards a model of one precision; leave it out"),
+    (
         "--image-key --text-key --json-text-key --json-text-key-probs --max-image-pixels --length-bucketing "
         "--naflex-max-text-tokens", "named sources", lambda f: f.mixture,
         "they read shards in their own way (docs/data.md); leave it out, or give --train-data without names",
     ),
-    _refusal(
+    (
         "--opt-kwargs --opt-fallback-list --text-layer-decay --image-layer-decay --audio-layer-decay --wd-exclude",
         "--no-embedding-decay, --lr-image, --lr-text, --lr-head or --layer-decay",
         lambda f: f.no_embedding_decay or f.own_rates, "each makes its own groups of parameters; give one of them",
-    ),
-)  # fmt: skip
-NEEDS = (
-    Requirement(
-        "--lr and --eps: open_clip has defaults for adamw only",
-        lambda f: "timm" not in f.opt or None not in (f.lr, f.eps), "--opt {opt}",
-    ),
-    Requirement(
-        "--distill-pretrained, the teacher's weights: without it open_clip does not distil",
-        lambda f: f.distill_model is None or f.distill_pretrained is not None, "--distill-model",
-    ),
-    Requirement(
-        "--distill-model, the teacher's name: without it open_clip does not distil",
-        lambda f: f.distill_pretrained is None or f.distill_model is not None, "--distill-pretrained",
-    ),
-    Requirement(
-        "one of wandb and trackio: open_clip reports to one of them",
-        lambda f: "trackio" not in line_here().reports or not {"trackio", "wandb"} <= _reports(f), "--report-to {report_to}",
-    ),
-    Requirement(
-        f"one of the names {', '.join(line_here().reports)}", lambda f: not f.report_to or bool(_reports(f)),
-        "--report-to {report_to}",
     ),
 )  # fmt: skip
 
@@ -201,16 +197,15 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
         UserError: the first of them, both flags named.
     """
     words = vars(given)
-    for refusal in REFUSALS:
-        if refusal.when(given):
-            other, flag = (name.format_map(words) for name in (refusal.other, str(refusal.flag)))
-            raise UserError(f"{other} does not work with {flag}: {refusal.advice}")
-    for later in LATER:
-        for option in later.other.split() if later.when(given) else ():
+    for rule in RULES:
+        if rule.broken(given):
+            raise UserError(rule.sentence.format_map(words))
+    for options, recipe, when, advice in LATER:
+        for option in options.split() if when(given) else ():
             # None: this release has no such flag
             action = parser._option_string_actions.get(option)
             if action is not None and getattr(args, action.dest) != action.default:
-                raise UserError(f"{option} does not work with {later.flag}: {later.advice}")
+                raise UserError(f"{option} does not work with {recipe}: {advice}")
     strategy = getattr(args, "torchcompile_strategy", "model")
     if given.own_step and args.torchcompile and strategy not in ("model", "blocks"):
         raise UserError(
@@ -219,9 +214,6 @@ def check(given: AllFlags, args: argparse.Namespace, parser: argparse.ArgumentPa
         )
     for sentence in conflicts(given):
         raise UserError(sentence)
-    for need in NEEDS:
-        if not need.met(given):
-            raise UserError(f"{str(need.flag).format_map(words)} needs {need.other}")
     for sentence in out_of_range(flags_of(AllFlags), given):
         raise UserError(sentence)
 

@@ -26,7 +26,7 @@ def option_strings(name: str) -> set[str]:
         option
         for section in SECTIONS
         for flag in flags_of(section)
-        for option in (flag.option, flag.switch and flag.switch.option)
+        for option in (flag.option, flag.switch and flag.switch[0])
     }
     source = open_clip_train.params.__file__
     with open(source, encoding="utf-8") as file:

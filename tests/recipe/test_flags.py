@@ -39,7 +39,7 @@ def actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 def options() -> set[str]:
     return {each.option for each in flags_of(AllFlags)} | {
-        each.switch.option for each in flags_of(AllFlags) if each.switch is not None
+        each.switch[0] for each in flags_of(AllFlags) if each.switch is not None
     }
 
 
@@ -155,7 +155,7 @@ REFUSED = """
 --lr-head 1e-4 --opt timm/lamb --eps 1e-6 --lr 1e-3 | --opt timm/lamb does not work with --lr-head
 --lora 0 | --lora 0 is out of range; give at least 1
 --lora-on text | --lora-on needs --lora
---lora 4 --lock-image | --lock-image does not work with --lora: the weights of both towers are constant
+--lora 4 --lock-image | --lock-image and --lock-text do not work with --lora: the weights of both towers
 --lora 4 --freeze text | --freeze of a tower with adapters does not work with --lora: give --lora-on the other
 --token-dorp 0.5 | there is no flag --token-dorp; did you mean --token-drop?
 --dga-step 4 | there is no flag --dga-step; did you mean --dga-steps?
@@ -177,8 +177,8 @@ word | unexpected argument 'word'; write it as --flag value
 --ablate detached-gather --distill-model x --distill-pretrained y | --distill-model does not work with
 --sort-text --model coca_ViT-B-32 | --model coca_ViT-B-32 does not work with --sort-text
 --train-data /x.csv --positives caption | --positives needs named sources: --train-data NAME=SHARDS
---train-data= --debiased-sampling | --debiased-sampling needs --train-data NAME=SHARDS::...
---train-data= --sampling sequential | --sampling needs --train-data NAME=SHARDS::...
+--train-data= --debiased-sampling | --sampling debiased needs --train-data NAME=SHARDS::...
+--train-data= --sampling sequential | --sampling sequential needs --train-data NAME=SHARDS::...
 --freeze-norm-statistics --use-bn-sync | --use-bn-sync does not work with --freeze-norm-statistics: it replaces
 --keep-checkpoints 5 | --keep-checkpoints needs --save-every-steps
 --dga-check always | --dga-check needs --dga-steps of 2 or more
@@ -191,7 +191,7 @@ word | unexpected argument 'word'; write it as --flag value
 --sampling sequential --source-order a,b | --source-order a,b is out of range; give names with ::
 --source-order a | --source-order needs --sampling sequential
 --save-every-steps 5 --save-most-recent | --save-most-recent does not work with --save-every-steps
---sampling random --debiased-sampling | --debiased-sampling and --sampling random contradict each other
+--sampling random --debiased-sampling | argument --debiased-sampling: not allowed with argument --sampling
 """
 OF_OPENCLIP_V3 = """--lora 4 --torchscript | --torchscript does not work with
 --sort-text --torchscript | --torchscript does not work with""" * (line_here() is not OPENCLIP_V4)

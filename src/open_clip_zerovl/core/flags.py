@@ -66,44 +66,16 @@ SEED = Range("0 to 4294967295", lambda value, _: 0 <= value < 2**32)  # which ev
 
 
 @dataclass(frozen=True)
-class Requirement:
-    """A flag that another flag needs: "--mixup-alpha needs --coin-flip-mixup".
+class Rule:
+    """A combination of flags that is refused: "--mixup-alpha needs --coin-flip-mixup".
 
     Attributes:
-        other: the flag that is needed, as the end of the sentence.
-        met: all flags' values -> whether it is given.
-        flag: name of the flag itself in the sentence, if its option is not precise enough.
+        sentence: why; `{name}` is replaced by another flag's value, `{option}` by the flag that has the rule.
+        broken: all flags' values -> whether they are such a combination.
     """
 
-    other: str
-    met: Callable[[Any], bool]
-    flag: str | None = None
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    """A setting that a flag does not work with.
-
-    Attributes:
-        other: its name in the sentence; `{name}` is replaced by a flag's value.
-        when: all flags' values -> whether it is given.
-        advice: how to resolve it.
-        flag: name of the flag itself in the sentence, if its option is not precise enough.
-    """
-
-    other: str
-    when: Callable[[Any], bool]
-    advice: str
-    flag: str | None = None
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A switch for one value of a flag: `--debiased-sampling` is `--sampling debiased`."""
-
-    option: str
-    value: str
-    help: str
+    sentence: str
+    broken: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
@@ -116,6 +88,8 @@ class Flag:
         several: the flag may be given several times; its value is a sorted tuple without repetition.
         option: its form on a command line.
         nargs: argparse's.
+        rules: are checked where the flag is given.
+        switch: an option that stands for one value, that value, and the option's help text.
     """
 
     name: str
@@ -128,9 +102,8 @@ class Flag:
     metavar: str | None = None
     nargs: str | None = None
     range: Range | None = None
-    needs: tuple[Requirement, ...] = ()
-    contradicts: tuple[Contradiction, ...] = ()
-    switch: Switch | None = None
+    rules: tuple[Rule, ...] = ()
+    switch: tuple[str, str, str] | None = None
 
     @property
     def keyword(self) -> str:
@@ -200,9 +173,15 @@ def add_flags(parser: argparse.ArgumentParser, sections: Sequence[type]) -> None
     for section in sections:
         group = parser.add_argument_group((section.__doc__ or "").strip())
         for each in flags_of(section):
-            if each.switch is not None:
-                group.add_argument(each.switch.option, action="store_true", help=each.switch.help)
-            add_flag(group, each)
+            if each.switch is None:
+                add_flag(group, each)
+                continue
+            option, value, text = each.switch
+            one_of = group.add_mutually_exclusive_group()
+            one_of.add_argument(
+                option, action="store_const", const=value, dest=each.name, help=text
+            )
+            add_flag(one_of, each)
 
 
 def add_flag(group: argparse._ActionsContainer, each: Flag) -> None:
@@ -243,7 +222,7 @@ def out_of_range(flags: Iterable[Flag], given: Any) -> Iterator[str]:
 
 
 def conflicts(given: Any, names: Iterable[str] | None = None) -> Iterator[str]:
-    """Yield one sentence for each flag that was given without one that it needs, or with one that it contradicts.
+    """Yield one sentence for each broken rule of a flag that was given.
 
     Args:
         given: all flags' values.
@@ -254,16 +233,10 @@ def conflicts(given: Any, names: Iterable[str] | None = None) -> Iterator[str]:
         value = getattr(given, each.name)
         if value == each.default or (names is not None and each.name not in names):
             continue
-        option = each.option
-        if each.switch is not None and each.switch.value == value:
-            option = each.switch.option
-        for need in each.needs:
-            if not need.met(given):
-                yield f"{need.flag or option} needs {need.other}"
-        for contradiction in each.contradicts:
-            if contradiction.when(given):
-                other = contradiction.other.format_map(vars(given))
-                yield f"{other} does not work with {contradiction.flag or each.option}: {contradiction.advice}"
+        words = {**vars(given), "option": each.option}
+        for rule in each.rules:
+            if rule.broken(given):
+                yield rule.sentence.format_map(words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

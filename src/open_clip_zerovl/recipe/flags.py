@@ -27,10 +27,8 @@ from open_clip_zerovl.core.flags import (
     POSITIVE,
     SEED,
     SHARE,
-    Contradiction,
     Range,
-    Requirement,
-    Switch,
+    Rule,
     at_least,
     flag,
     flags_of,
@@ -56,14 +54,9 @@ RETRIEVAL_TRANSFORMS = ("checkpoint", "paper")
 # Ours
 # ---------------------------------------------------------------------------------------------------------------------
 
-_NAMED_SOURCES = Requirement("named sources: --train-data NAME=SHARDS", lambda given: given.mixture)
-_MIXUP = Requirement("--coin-flip-mixup", lambda given: given.coin_flip_mixup)
-
-
-def _conflict(name: str, advice: str, **more: Any) -> Contradiction:
-    """Declare a contradiction with another flag, given with any value that is not False, None or empty."""
-    option = "--" + name.replace("_", "-")
-    return Contradiction(option, lambda given: bool(getattr(given, name)), advice, **more)
+_NAMED_SOURCES = Rule(
+    "{option} needs named sources: --train-data NAME=SHARDS", lambda given: not given.mixture
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +67,16 @@ class SourceFlags:
         None,
         "how the sources of --train-data make batches",
         choices=STRATEGIES,
-        switch=Switch(
+        switch=(
             "--debiased-sampling",
             "debiased",
             "each optimizer step draws from one of the sources of --train-data NAME=SHARDS::NAME=SHARDS: --sampling debiased; "
             f"take it {WHEN_DEBIASED}",
         ),
-        needs=(
-            Requirement(
-                "--train-data NAME=SHARDS::...",
-                lambda given: bool(given.train_data),
+        rules=(
+            Rule(
+                "--sampling {sampling} needs --train-data NAME=SHARDS::...",
+                lambda given: not given.train_data,
             ),
         ),
     )
@@ -92,7 +85,12 @@ class SourceFlags:
         "order of the sources in --sampling sequential (default: as given)",
         metavar="NAME::NAME",
         range=Range("names with :: between them, as in sbu::vg", lambda value, _: "," not in value),
-        needs=(Requirement("--sampling sequential", lambda given: given.sampling == "sequential"),),
+        rules=(
+            Rule(
+                "--source-order needs --sampling sequential",
+                lambda given: given.sampling != "sequential",
+            ),
+        ),
     )
     captions: str | None = flag(
         None,
@@ -102,33 +100,33 @@ class SourceFlags:
         range=Range(
             f"{', '.join(CAPTIONS)} or FIELD=SHARE,...", lambda value, _: is_captions(value)
         ),
-        needs=(_NAMED_SOURCES,),
+        rules=(_NAMED_SOURCES,),
     )
     on_bad_sample: str = flag(
         "replace",
         "replace a sample that cannot be used by another of its source, or fail",
         choices=POLICIES,
-        needs=(_NAMED_SOURCES,),
+        rules=(_NAMED_SOURCES,),
     )
     max_bad_share: float = flag(
         0.10,
         "stop when a source has lost a larger share of its samples",
         metavar="SHARE",
         range=FROM_0_TO_1,
-        needs=(_NAMED_SOURCES,),
+        rules=(_NAMED_SOURCES,),
     )
     shard_cache: str | None = flag(
         None,
         "the folder of fetched remote shards, on a local disk (default: the user's cache)",
         metavar="DIR",
-        needs=(_NAMED_SOURCES,),
+        rules=(_NAMED_SOURCES,),
     )
     shard_cache_gib: float = flag(
         100.0,
         "GiB that fetched shards may take; the least recently read ones make room",
         metavar="N",
         range=POSITIVE,
-        needs=(_NAMED_SOURCES,),
+        rules=(_NAMED_SOURCES,),
     )
 
 
@@ -161,7 +159,12 @@ class DgaFlags:
         "first",
         "when to compare the replayed forward pass with the first one",
         choices=("first", "always", "never"),
-        needs=(Requirement("--dga-steps of 2 or more", lambda given: (given.dga_steps or 1) > 1),),
+        rules=(
+            Rule(
+                "--dga-check needs --dga-steps of 2 or more",
+                lambda given: (given.dga_steps or 1) == 1,
+            ),
+        ),
     )
     sort_text: bool = flag(
         False,
@@ -178,16 +181,15 @@ class DgaFlags:
         "a comparison of the paper with wrong gradients (docs/flags.md); may be given several times",
         choices=ABLATIONS,
         metavar="NAME",
-        contradicts=(
-            Contradiction(
-                "--dga-retain {dga_retain} with --dga-steps {dga_steps}",
+        rules=(
+            Rule(
+                "--dga-retain {dga_retain} with --dga-steps {dga_steps} does not work with --ablate no-replay: no micro-batch "
+                "is forwarded twice, so that no mask is drawn anew; give --dga-retain 0",
                 lambda given: (
                     "no-replay" in given.ablate
                     and isinstance(given.dga_retain, int)
                     and given.dga_retain >= (given.dga_steps or 1)
                 ),
-                "no micro-batch is forwarded twice, so that no mask is drawn anew; give --dga-retain 0",
-                "--ablate no-replay",
             ),
         ),
     )
@@ -202,17 +204,16 @@ class LossFlags:
         "samples that share the target evenly: those with the same caption, the same image, or either (both) (default: caption "
         "where a source was packed from folders of classes, else pair)",
         choices=POSITIVES,
-        needs=(_NAMED_SOURCES,),
-        contradicts=(
-            Contradiction(
-                "--coin-flip-mixup",
+        rules=(
+            _NAMED_SOURCES,
+            Rule(
+                "--coin-flip-mixup does not work with --positives: a mixed sample has two captions and pictures; leave one of "
+                "them out",
                 lambda given: given.positives != "pair" and given.coin_flip_mixup,
-                "a mixed sample has two captions and pictures; leave one of them out",
             ),
-            Contradiction(
-                "--ablate detached-gather",
+            Rule(
+                "--ablate detached-gather does not work with --positives: it is the paper's comparison of the plain loss",
                 lambda given: given.positives != "pair" and "detached-gather" in given.ablate,
-                "it is the paper's comparison of the plain loss",
             ),
         ),
     )
@@ -226,14 +227,20 @@ class AugmentationFlags:
         False, "mix either the images or the texts of each effective batch, by a coin (section 3.2)"
     )
     mixup_alpha: float = flag(
-        0.1, "lambda ~ Beta(A, A)", metavar="A", range=POSITIVE, needs=(_MIXUP,)
+        0.1,
+        "lambda ~ Beta(A, A)",
+        metavar="A",
+        range=POSITIVE,
+        rules=(
+            Rule("--mixup-alpha needs --coin-flip-mixup", lambda given: not given.coin_flip_mixup),
+        ),
     )
     text_augment: float | None = flag(
         None,
         "share of words processed: half masked, a tenth replaced, the rest deleted (section 2.2: 0.2)",
         metavar="SHARE",
         range=SHARE,
-        needs=(_NAMED_SOURCES,),
+        rules=(_NAMED_SOURCES,),
     )
     auto_augment: str | None = flag(
         None,
@@ -245,17 +252,17 @@ class AugmentationFlags:
         "share of ViT patch tokens dropped in training (section 4.2: 0.25); the paper's name for --force-patch-dropout",
         metavar="SHARE",
         range=SHARE,
-        contradicts=(
-            Contradiction(
-                "--force-patch-dropout {force_patch_dropout}",
+        rules=(
+            Rule(
+                "--force-patch-dropout {force_patch_dropout} does not work with --token-drop: they are the same; give one",
                 lambda given: given.force_patch_dropout is not None,
-                "they are the same; give one",
             ),
-            Contradiction(
-                "--freeze image", lambda given: "image" in given.freeze, "a frozen tower drops nothing"
+            Rule(
+                "--freeze image does not work with --token-drop: a frozen tower drops nothing",
+                lambda given: "image" in given.freeze,
             ),
         ),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,23 +294,18 @@ class TowerFlags:
         (),
         "keep this tower and its projection constant (auxiliary encoder)",
         choices=TOWERS,
-        contradicts=(
-            *(
-                Contradiction(
-                    f"--lock-{tower}",
-                    lambda given, tower=tower: (
-                        tower in given.freeze and getattr(given, f"lock_{tower}")
-                    ),  # type: ignore[misc]
-                    "give one of them",
-                    flag=f"--freeze {tower}",
-                )
-                for tower in TOWERS
+        rules=(
+            Rule(
+                "--lock-image does not work with --freeze image: give one of them",
+                lambda given: "image" in given.freeze and given.lock_image,
             ),
-            Contradiction(
-                "--freeze image",
+            Rule(
+                "--lock-text does not work with --freeze text: give one of them",
+                lambda given: "text" in given.freeze and given.lock_text,
+            ),
+            Rule(
+                "--freeze image does not work with --freeze text: nothing but the temperature would be trained; freeze one",
                 lambda given: len(given.freeze) == len(TOWERS),
-                "nothing but the temperature would be trained; freeze one",
-                flag="--freeze text",
             ),
         ),
     )
@@ -311,11 +313,11 @@ class TowerFlags:
         False,
         "keep the running statistics of batch norms: they normalise as in evaluation while their weights train (for a tower "
         "that begins trained)",
-        contradicts=(
-            Contradiction(
-                "--use-bn-sync",
+        rules=(
+            Rule(
+                "--use-bn-sync does not work with --freeze-norm-statistics: it replaces the norms, and frozen statistics need "
+                "no synchronisation; leave it out",
                 lambda given: bool(given.given.get("use_bn_sync")),
-                "it replaces the norms, and frozen statistics need no synchronisation; leave it out",
             ),
         ),
     )
@@ -325,10 +327,9 @@ class TowerFlags:
     )
 
 
-_ADAMW = Contradiction(
-    "--opt {opt}",
+_ADAMW = Rule(
+    "--opt {opt} does not work with {option}: it is a way of making adamw's groups of parameters",
     lambda given: given.opt.lower() != "adamw",
-    "it is a way of making adamw's groups of parameters",
 )
 
 
@@ -338,8 +339,7 @@ def _rate(of: str) -> Any:
         f"learning rate of {of} (default: --lr); it follows the schedule of --lr in proportion",
         metavar="LR",
         range=POSITIVE,
-        needs=(Requirement("--lr above 0", lambda given: given.lr is None or given.lr > 0),),
-        contradicts=(_ADAMW,),
+        rules=(Rule("{option} needs --lr above 0", lambda given: given.lr == 0), _ADAMW),
     )
 
 
@@ -353,19 +353,15 @@ class TuningFlags:
         "temperature train whole (needs peft)",
         metavar="R",
         range=at_least(1),
-        contradicts=(
-            *(
-                Contradiction(
-                    f"--lock-{tower}",
-                    lambda given, tower=tower: getattr(given, f"lock_{tower}"),  # type: ignore[misc]
-                    "the weights of both towers are constant already; leave it out",
-                )
-                for tower in TOWERS
+        rules=(
+            Rule(
+                "--lock-image and --lock-text do not work with --lora: the weights of both towers are constant "
+                "already; leave them out",
+                lambda given: given.lock_image or given.lock_text,
             ),
-            Contradiction(
-                "--freeze of a tower with adapters",
+            Rule(
+                "--freeze of a tower with adapters does not work with --lora: give --lora-on the other tower",
                 lambda given: bool(given.freeze) and given.lora_on in ("both", *given.freeze),
-                "give --lora-on the other tower",
             ),
         ),
     )
@@ -373,7 +369,7 @@ class TuningFlags:
         "both",
         "towers with adapters; the other one stays as it is",
         choices=(*TOWERS, "both"),
-        needs=(Requirement("--lora", lambda given: given.lora is not None),),
+        rules=(Rule("--lora-on needs --lora", lambda given: given.lora is None),),
     )
 
     lr_image: float | None = _rate("the image tower")
@@ -384,7 +380,7 @@ class TuningFlags:
         "multiply the rate of each layer of both towers by FACTOR for each layer above it, as BEiT does",
         metavar="FACTOR",
         range=SHARE,
-        contradicts=(_ADAMW,),
+        rules=(_ADAMW,),
     )
 
     @property
@@ -404,24 +400,26 @@ class OptimizerFlags:
     no_embedding_decay: bool = flag(
         False,
         "exempt class tokens, position and token embeddings from weight decay, which open_clip decays",
-        contradicts=(_ADAMW,),
+        rules=(_ADAMW,),
     )
     warmup_share: float | None = flag(
         None,
         "warm up over this share of all steps (released code: 0.025)",
         metavar="SHARE",
         range=SHARE,
-        contradicts=(
-            Contradiction(
-                "--lr-scheduler {lr_scheduler}",
+        rules=(
+            Rule(
+                "--lr-scheduler {lr_scheduler} does not work with --warmup-share: give --warmup in steps",
                 lambda given: given.lr_scheduler != "cosine",
-                "give --warmup in steps",
             ),
-            _conflict("skip_scheduler", "without a schedule nothing warms up"),
-            Contradiction(
-                "--warmup {warmup}",
+            Rule(
+                "--skip-scheduler does not work with --warmup-share: without a schedule nothing warms up",
+                lambda given: given.skip_scheduler,
+            ),
+            Rule(
+                "--warmup {warmup} does not work with --warmup-share: it is the share and the number of the same steps; give "
+                "one",
                 lambda given: given.warmup != OpenClipFlags.warmup,
-                "it is the share and the number of the same steps; give one",
             ),
         ),
     )
@@ -430,13 +428,15 @@ class OptimizerFlags:
         "floor of the cosine learning rate (the paper's: 1e-5)",
         metavar="LR",
         range=Range("0 to --lr {lr}", lambda value, given: 0 <= value <= (given.lr or 0)),
-        contradicts=(
-            Contradiction(
-                "--lr-scheduler {lr_scheduler}",
+        rules=(
+            Rule(
+                "--lr-scheduler {lr_scheduler} does not work with --lr-min: it is the floor of the cosine schedule",
                 lambda given: given.lr_scheduler != "cosine",
-                "it is the floor of the cosine schedule",
             ),
-            _conflict("skip_scheduler", "without a schedule the rate stays at --lr"),
+            Rule(
+                "--skip-scheduler does not work with --lr-min: without a schedule the rate stays at --lr",
+                lambda given: given.skip_scheduler,
+            ),
         ),
     )
 
@@ -450,11 +450,12 @@ class CheckpointFlags:
         "write a checkpoint every STEPS optimizer steps; --resume latest continues exactly from the newest",
         metavar="STEPS",
         range=at_least(1, "step"),
-        needs=(_NAMED_SOURCES,),
-        contradicts=(
-            _conflict(
-                "save_most_recent",
-                "open_clip would resume from epoch_latest.pt and not from the newer step checkpoint; leave it out",
+        rules=(
+            _NAMED_SOURCES,
+            Rule(
+                "--save-most-recent does not work with --save-every-steps: open_clip would resume from epoch_latest.pt and not "
+                "from the newer step checkpoint; leave it out",
+                lambda given: given.save_most_recent,
             ),
         ),
     )
@@ -463,13 +464,16 @@ class CheckpointFlags:
         "step checkpoints kept",
         metavar="N",
         range=at_least(1),
-        needs=(
-            Requirement("--save-every-steps", lambda given: given.save_every_steps is not None),
+        rules=(
+            Rule(
+                "--keep-checkpoints needs --save-every-steps",
+                lambda given: given.save_every_steps is None,
+            ),
         ),
     )
 
 
-_SETS = Requirement("--retrieval-data", lambda given: given.retrieval_data is not None)
+_SETS = Rule("{option} needs --retrieval-data", lambda given: given.retrieval_data is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -491,10 +495,10 @@ class RetrievalFlags:
         "epochs between evaluations on these sets",
         metavar="EPOCHS",
         range=at_least(1, "epoch"),
-        needs=(
-            Requirement(
-                "--retrieval-data or --zero-shot-data",
-                lambda given: given.retrieval_data is not None or given.zero_shot_data is not None,
+        rules=(
+            Rule(
+                "--retrieval-frequency needs --retrieval-data or --zero-shot-data",
+                lambda given: given.retrieval_data is None and given.zero_shot_data is None,
             ),
         ),
     )
@@ -502,7 +506,7 @@ class RetrievalFlags:
         "checkpoint",
         "transform of the retrieval sets' pictures: the checkpoint's own, or the paper's squash and centre crop (A.9)",
         choices=RETRIEVAL_TRANSFORMS,
-        needs=(_SETS,),
+        rules=(_SETS,),
     )
     retrieval_captions: int | str = flag(
         5,
@@ -510,7 +514,7 @@ class RetrievalFlags:
         kind=number_or("all"),
         range=Range("all, or 1 or more", lambda value, _: value == "all" or value >= 1),
         metavar="N|all",
-        needs=(_SETS,),
+        rules=(_SETS,),
     )
 
 
@@ -732,20 +736,9 @@ def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a parser of `add_flags` found, in the form of the fields.
 
     A flag that was not given stays None.
-
-    Raises:
-        UserError: a switch together with another value of its flag.
     """
     values = dict(parsed if isinstance(parsed, Mapping) else vars(parsed))
     for each in (*flags_of(RecipeConfig), *flags_of(OpenClipFlags)):
-        if each.switch is not None:
-            given = values.pop(each.switch.option.removeprefix("--").replace("-", "_"), False)
-            if given and values.get(each.name) not in (None, each.switch.value):
-                raise UserError(
-                    f"{each.switch.option} and {each.option} {values[each.name]} contradict each other; give one of them"
-                )
-            if given:
-                values[each.name] = each.switch.value
         value = values.get(each.name)
         if value is None:
             continue
