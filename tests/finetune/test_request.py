@@ -172,7 +172,7 @@ def test_a_copy_of_the_data_is_the_same_and_keeps_its_names(tmp_path, flag):
     def call(**changed: str) -> dict[str, str]:
         start = Encoder(str(tmp_path / "bare.pt"), model_name="request-data")
         request = FinetuneRequest(start, out=tmp_path / "out", **given | changed)
-        return dict(_same_request(request, print).flags())
+        return dict(_same_request(request, print).given)
 
     flag = "data" if flag == "held out" else flag
     first = call()

@@ -37,7 +37,7 @@ from open_clip_zerovl.finetune.finetuning import (
 )
 from open_clip_zerovl.finetune.proposal import Facts, Setting, choose_settings
 from open_clip_zerovl.finetune.request import FinetuneRequest
-from open_clip_zerovl.finetune.split import Prepared, Split, keeping_notes, with_old_pairs
+from open_clip_zerovl.finetune.split import Prepared, Split, with_old_pairs
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.sampling.schedule import Sampling
 from open_clip_zerovl.shards.files import write_retrieval_set as write_packed_set
@@ -145,7 +145,7 @@ def test_old_pairs_reach_the_training(made, tmp_path):
         tmp_path / "out",
         keep_data=f"past={tmp_path / 'past'}",
     )
-    sources, train_data, factors = with_old_pairs(request, request.data, request.keep_data)
+    sources, train_data, factors, _ = with_old_pairs(request, request.data, request.keep_data)
     schedule = schedule_of(sources, 5, Sampling("debiased"), seed=0, epoch=0)
     assert schedule.taken.tolist() == [100, 25]  # a fifth
     prepared = prepared_for("local-dir:/m", train_data, f"old={made / 'old'}", sources, factors)
@@ -174,18 +174,15 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
     request = FinetuneRequest(
         start, f"mine={made / 'mine'}", tmp_path, given={"captions": captions}, keep_data=keep
     )
-    sources, train_data, factors = with_old_pairs(request, request.data, request.keep_data)
+    sources, train_data, factors, (note,) = with_old_pairs(request, request.data, request.keep_data)
     trained = parse_sources(train_data, factors, captions=captions)  # as the training opens them
     new, *taken = schedule_of(trained, 1, Sampling("random"), seed=0, epoch=0).taken.tolist()
     assert new == (200 if captions == "all" else 100) and sum(taken) == pytest.approx(
         new / 4, abs=1
     )
-    (note,) = keeping_notes(request, sources, factors)
     assert f"{new} new pairs and 20% old ones ({taken[0]} of many, {taken[1]} of few)" in note
-    for name, value in {"_tokenizer": (None, 0), "has_logit_bias": False}.items():
-        monkeypatch.setattr(
-            f"open_clip_zerovl.finetune.finetuning.{name}", lambda before, value=value: value
-        )
+    monkeypatch.setattr("open_clip.get_tokenizer", lambda before: None)
+    monkeypatch.setattr("open_clip_zerovl.finetune.finetuning.has_logit_bias", lambda before: False)
     facts = _facts(request, prepared_for("", train_data, "", sources, factors))
     assert facts.samples == new + sum(taken)  # whence epochs, batch and warm-up
 
@@ -198,7 +195,10 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
             "--rule mean needs retrieval sets of the ability to keep; give --kept, or --rule new",
         ),
         (["--keep-share=0.3"], "--keep-share 0.3 needs --keep-data NAME=SHARDS"),
-        (["--keep-data=mine={mine}", "--keep-share=1"], "--keep-share 1 must lie between 0 and 1"),
+        (
+            ["--keep-data=mine={mine}", "--keep-share=1"],
+            "--keep-share 1.0 is out of range; give a share between 0 and 1",
+        ),
         (
             ["--keep-data=mine={mine}", "--set=train-data-upsampling-factors=2"],
             "both decide the weights of the sources",

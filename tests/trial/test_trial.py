@@ -459,16 +459,17 @@ def test_every_set_of_a_flag_is_a_data_argument(made):
         sets = [each for each in flags_of(flags) if each.metavar == SETS]
         given = {each.name: f"{each.name}=/d" for each in sets}
         arguments = DataArguments.of(request(start=Encoder("x"), data="a=/a", out=made, **given))
-        assert sets and {each.option for each in sets} <= arguments.flags().keys()
+        assert sets and {each.option for each in sets} <= arguments.given.keys()
 
 
 def test_arms_of_a_file_are_compared_with_its_first(made, trainings, tmp_path):
-    arms = {"small": {}, "hot": {"dga-steps": "2", "temperature": "0.05"}}
+    arms = {"small": {}, "hot": {"dga-steps": 2, "temperature": 0.05, "coin-flip-mixup": True}}
     (tmp_path / "arms.json").write_text(json.dumps(arms))
     main(words(made, tmp_path / "out", "--arms", str(tmp_path / "arms.json"), "--seeds", "2"))
     assert [*table_of(tmp_path / "out")["rates"]] == ["small", "hot"]
     hot = [one for one in trainings.flags if one["name"].startswith("run-hot")]
-    assert {(one["dga-steps"], one["temperature"]) for one in hot} == {("2", "0.05")}
+    own = ("dga-steps", "temperature", "coin-flip-mixup")
+    assert {tuple(one[flag] for flag in own) for one in hot} == {("2", "0.05", "")}
 
 
 @pytest.mark.parametrize(
@@ -489,11 +490,13 @@ def test_arms_of_a_file_are_compared_with_its_first(made, trainings, tmp_path):
         ),
         (("--image", "timm:x", "--text", "hf:y"), "--from MODEL, or --image ENCODER --text"),
         (("--arms", "arms.json"), "--batch-size does not work with a trial"),
+        (("--arms", "list.json"), '{"ARM": {"FLAG": VALUE}, ...}, two arms or more'),
     ],
 )
 def test_mistakes_end_in_a_sentence(made, trainings, tmp_path, monkeypatch, capsys, more, sentence):
     monkeypatch.chdir(tmp_path)
     Path("arms.json").write_text(json.dumps({"a": {}, "b": {"batch-size": "8"}}))
+    Path("list.json").write_text(json.dumps({"a": {}, "b": {"dga-steps": [2, 4]}}))
     assert main(words(made, tmp_path / "out", *more)) == 2
     assert sentence in capsys.readouterr().err
 

@@ -13,15 +13,23 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.core.files import CONTENT, did_you_mean, digest_of, file_digests
+from open_clip_zerovl.core.files import (
+    CONTENT,
+    claim,
+    did_you_mean,
+    difference,
+    digest_of,
+    file_digests,
+)
 from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.names import CLASS_NAMES, NAME, PER_EPOCH, is_named
 from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data
@@ -66,12 +74,6 @@ def find_data(data: str, say: Say = logging.info) -> FinetuneData:
     Raises:
         UserError: data that is not there or cannot be packed.
     """
-    named, held_out = _named_in(data)
-    return FinetuneData(as_shards(named, say=say), held_out)
-
-
-def _named_in(data: str) -> tuple[str, str]:
-    """Name the sources of --data, and the held-out sets that come with them."""
     alone = not (
         is_named(data) or "::" in data or local_path(data) is None or re.search(r"[{}*]", data)
     )
@@ -82,7 +84,7 @@ def _named_in(data: str) -> tuple[str, str]:
             part if NAME.fullmatch(part) else f"{_name_of(part)}={part}"
             for part in data.split("::")
         ]
-        return "::".join(parts), ""
+        return FinetuneData(as_shards("::".join(parts), say=say), "")
     folder = Path(data).expanduser().absolute()
     sources = _source_in(folder)
     if not sources:
@@ -96,10 +98,10 @@ def _named_in(data: str) -> tuple[str, str]:
         if (place / "dataset_type.txt").is_file() and (place / "test").is_dir()
     ]
     sources = sources or {_name_of(folder): folder}
-    return (
-        "::".join(f"{name}={place}" for name, place in sources.items()),
-        "::".join(f"{HELD_OUT if place == folder else _name_of(place)}={place}" for place in sets),
-    )
+    named = "::".join(f"{name}={place}" for name, place in sources.items())
+    names = [HELD_OUT if place == folder else _name_of(place) for place in sets]
+    held_out = "::".join(f"{name}={place}" for name, place in zip(names, sets, strict=True))
+    return FinetuneData(as_shards(named, say=say), held_out)
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,11 @@ class DataArguments:
     """All data arguments of a command by their flags: its claim and its held-out rule take each of them from here.
 
     Attributes:
-        sources: training data, each source with a name; pictures are drawn from the first argument.
-        retrieval, labelled: sets that are scored. Those of HELD_OUT_FLAG are the held-out pairs of the sources.
+        given: flag of SOURCES, RETRIEVAL or LABELLED -> its data, each source and set with a name. Pictures are drawn from
+            --data; the sets of HELD_OUT_FLAG are the held-out pairs of the sources, the others are scored, too.
     """
 
-    sources: Mapping[str, str]
-    retrieval: Mapping[str, str] = field(default_factory=dict)
-    labelled: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, str]
 
     @classmethod
     def of(cls, request: Any, say: Say = lambda line: None) -> DataArguments:
@@ -126,46 +126,62 @@ class DataArguments:
         Raises:
             UserError: `find_data`, `sets_as_shards`.
         """
+        flags = (*SOURCES, *RETRIEVAL, *LABELLED)
+        names = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
+        texts = {flag: getattr(request, name, None) for flag, name in names.items()}
+        found = {flag: find_data(text, say) for flag in SOURCES if (text := texts[flag])}
+        texts[HELD_OUT_FLAG] = texts[HELD_OUT_FLAG] or found[DATA_FLAG].held_out
+        given = {flag: pairs.train_data for flag, pairs in found.items()}
+        given |= {flag: sets_as_shards(texts[flag], say=say) for flag in RETRIEVAL if texts[flag]}
+        return cls(given | {flag: _named_sets(texts[flag]) for flag in LABELLED if texts[flag]})
 
-        def given(flags: tuple[str, ...]) -> dict[str, str]:
-            names = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
-            values = {flag: getattr(request, name, None) for flag, name in names.items()}
-            return {flag: text for flag, text in values.items() if text}
+    def claim(
+        self,
+        file: Path,
+        wanted: Mapping[str, Any],
+        *,
+        begun: Path,
+        made: Iterable[Path],
+        inputs: Collection[str] | None = None,
+    ) -> DataArguments:
+        """Claim a file's folder, and remove what a call that ended with a mistake has made, whose correction this may be.
 
-        found = {flag: find_data(text, say) for flag, text in given(SOURCES).items()}
-        sets = given(RETRIEVAL)
-        if came_with := found[DATA_FLAG].held_out:
-            sets = {HELD_OUT_FLAG: came_with} | sets
-        return cls(
-            {flag: pairs.train_data for flag, pairs in found.items()},
-            {flag: sets_as_shards(text, say=say) for flag, text in sets.items()},
-            {flag: _named_sets(text) for flag, text in given(LABELLED).items()},
-        )
+        Args:
+            wanted: the request; a file that holds another one is replaced until something is trained.
+            begun: is there as soon as something is trained.
+            made: files and folders that follow from the request.
+            inputs: entries of the request from which they follow; None: all.
 
-    def named_as(self, earlier: Mapping[str, Any] | None) -> DataArguments:
-        """Give sources and sets the names that they have in the request of an earlier call."""
-        known = earlier or {}
-        groups = (self.sources, self.retrieval, self.labelled)
+        Returns:
+            The arguments, in which sources and sets have the names of the first call.
+
+        Raises:
+            UserError: the folder holds other files, or something trained for another request.
+        """
+
+        def untrained(stored: Mapping[str, Any]) -> bool:
+            if begun.exists():
+                return False
+            names = {**stored, **wanted} if inputs is None else inputs
+            if difference(*({name: of.get(name) for name in names} for of in (stored, wanted))):
+                for path in made:
+                    path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+            return True
+
+        earlier = claim(file, wanted, restart=untrained) or {}
         return DataArguments(
-            *(
-                {flag: _named_as(text, known.get(flag)) for flag, text in group.items()}
-                for group in groups
-            )
+            {flag: _named_as(text, earlier.get(flag)) for flag, text in self.given.items()}
         )
 
     @property
     def held_out(self) -> str:
         """Return the held-out sets, "" where pictures are drawn."""
-        return self.retrieval.get(HELD_OUT_FLAG, "")
+        return self.given.get(HELD_OUT_FLAG, "")
 
     @property
     def kept(self) -> str:
         """Return the sets of the ability to keep as shards, "" where none was given."""
-        return self.retrieval.get("--kept", "")
-
-    def flags(self) -> dict[str, str]:
-        """Map each flag to its data."""
-        return {**self.sources, **self.retrieval, **self.labelled}
+        return self.given.get("--kept", "")
 
     def entries(self, flags: Iterable[str] | None = None) -> dict[str, str]:
         """Name the data of some flags, or of all, and digest its content, for `core.files`.
@@ -173,21 +189,25 @@ class DataArguments:
         Raises:
             UserError: data that cannot be opened.
         """
-        texts = self.flags()
-        given = [flag for flag in (texts if flags is None else flags) if flag in texts]
-        named = {flag: texts[flag] for flag in given}
-        return named | {f"{CONTENT}{flag}": self._content(flag) for flag in given}
+        named = {
+            flag: self.given[flag]
+            for flag in (self.given if flags is None else flags)
+            if flag in self.given
+        }
+        return named | {f"{CONTENT}{flag}": self._content(flag) for flag in named}
 
     def _content(self, flag: str) -> str:
-        if flag in self.sources:
-            return content_of_sources(self.sources[flag])
+        if flag in SOURCES:
+            return content_of_sources(self.given[flag])
         return digest_of([each.content() for each in self._sets[flag].values()])
 
     @cached_property
     def _sets(self) -> dict[str, Mapping[str, IndexedSet | LabelledSet]]:
-        opened: dict[str, Mapping[str, IndexedSet | LabelledSet]] = {}
-        opened |= {flag: sets_of(text) for flag, text in self.retrieval.items()}
-        return opened | {flag: labelled_sets("", text) for flag, text in self.labelled.items()}
+        return {
+            flag: labelled_sets("", text) if flag in LABELLED else sets_of(text)
+            for flag, text in self.given.items()
+            if flag not in SOURCES
+        }
 
     def scored(self) -> dict[str, IndexedSet]:
         """Open the pictures of the sets of all flags by "FLAG NAME".

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import open_clip
+import torch
 
 from open_clip_zerovl.checkpoints.card import ModelCard
 from open_clip_zerovl.checkpoints.encoder import Encoder
@@ -32,7 +34,6 @@ from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import (
     CONTENT,
     check_writable,
-    claim,
     difference,
     locked,
     read_claim,
@@ -66,7 +67,6 @@ from open_clip_zerovl.finetune.split import (
     Prepared,
     check_keeping,
     hold_out,
-    keeping_notes,
     with_old_pairs,
 )
 from open_clip_zerovl.models.configs import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
@@ -143,19 +143,10 @@ def _same_request(request: FinetuneRequest, say: Say) -> pairs.DataArguments:
     file = request.out / REQUEST
     # The files of the model may be gone, of which OUT/before holds the content.
     model = digest_of_model(request.start) or (read_claim(file) or {}).get(MODEL)
-
-    def untrained(stored: dict[str, Any]) -> bool:
-        """Remove the files of a call that ended with a mistake, whose correction is perhaps this one."""
-        if (request.out / "run").exists():
-            return False
-        for made in ("data", "before"):
-            shutil.rmtree(request.out / made, ignore_errors=True)
-        (request.out / SETTINGS).unlink(missing_ok=True)
-        return True
-
     arguments = pairs.DataArguments.of(request, say)
     wanted = {**request.claimed(arguments), MODEL: model}
-    return arguments.named_as(claim(file, wanted, restart=untrained))
+    made = [request.out / name for name in ("data", "before", SETTINGS)]
+    return arguments.claim(file, wanted, begun=request.out / RUN, made=made)
 
 
 def _prepare(request: FinetuneRequest, arguments: pairs.DataArguments, say: Say) -> Prepared:
@@ -167,18 +158,18 @@ def _prepare(request: FinetuneRequest, arguments: pairs.DataArguments, say: Say)
         request.out / "data",
         seed=request.seed,
         model=request.start.model,
-        begun=(request.out / "run").exists(),
+        begun=(request.out / RUN).exists(),
         compare=request.compare_pictures,
         say=say,
     )
     # A mistake ends the call here, not after hours of training.
     require_possible(request.rule, kept_sets, parse_retrieval_data(split.new))
     pairs.labelled_sets(split.new, request.zero_shot_data)
-    sources, train_data, factors = with_old_pairs(
+    sources, train_data, factors, notes = with_old_pairs(
         request, split.train_data, split.sources.get("--keep-data")
     )
-    notes = [*split.notes, *keeping_notes(request, sources, factors)]
     before = starting_folder(request.start, request.out / "before", say)
+    notes = [*split.notes, *notes]
     return Prepared(arguments, before, train_data, split, sources, tuple(notes), factors)
 
 
@@ -222,14 +213,9 @@ def _facts(request: FinetuneRequest, prepared: Prepared) -> Facts:
         source.name: round(source.num_samples * source.weight) for source in prepared.sources
     }
     gpus = 0 if request.start.device == "cpu" else len(gpu_memories())
-    bf16 = False
-    if gpus:
-        import torch
-
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     masks = True
     try:
-        WordAugment(_tokenizer(prepared.before)[0])
+        WordAugment(open_clip.get_tokenizer(prepared.before))
     except UserError:
         masks = False
     old = 0.0 if prepared.factors is None else request.share_kept
@@ -238,7 +224,7 @@ def _facts(request: FinetuneRequest, prepared: Prepared) -> Facts:
         sources,
         masks,
         gpus,
-        bf16,
+        gpus > 0 and torch.cuda.is_bf16_supported(including_emulation=False),
         usable_cores(),
         old,
         has_logit_bias(prepared.before),
@@ -251,14 +237,6 @@ def has_logit_bias(model: str) -> bool:
         Path(model.removeprefix(LOCAL_DIR), CONFIG_FILE).read_text(encoding="utf-8")
     )
     return config["model_cfg"].get("init_logit_bias") is not None
-
-
-def _tokenizer(before: str) -> tuple[Any, int]:
-    """Open the tokenizer of an exported folder, with the length of its contexts."""
-    import open_clip
-
-    tokenizer = open_clip.get_tokenizer(before)
-    return tokenizer, tokenizer.context_length
 
 
 def _halved(request: FinetuneRequest, settings: Sequence[Setting], say: Say) -> list[Setting]:
@@ -277,7 +255,7 @@ def _halved(request: FinetuneRequest, settings: Sequence[Setting], say: Say) -> 
     say(f"{MEMORY_FULL}: trained again with micro-batches of {size // 2} and {2 * steps} DGA steps")
     halved = [replace(each, value=new.get(each.flag, each.value)) for each in settings]
     file = request.out / SETTINGS
-    content = {**json.loads(file.read_text(encoding="utf-8"))}
+    content = json.loads(file.read_text(encoding="utf-8"))
     content["settings"] = [asdict(each) for each in halved]
     write_atomically(file, json.dumps(content, indent=2) + "\n")
     return halved
@@ -315,7 +293,8 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
     """Print the sources, notes on captions, and each setting with its reason."""
     for source in prepared.sources:
         say(f"source {source.name}: {source.num_samples:,} samples ({source.layout})")
-    tokenizer, length = _tokenizer(prepared.before)
+    tokenizer = open_clip.get_tokenizer(prepared.before)
+    length = tokenizer.context_length
     looked, cut, longest = cut_captions(tokenizer, length, prepared.sources)
     if cut:
         say(

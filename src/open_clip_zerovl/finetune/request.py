@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
-from open_clip_zerovl.core.flags import FROM_0_TO_1, NOT_NEGATIVE, SEED, flag, flags_of
+from open_clip_zerovl.core.flags import NOT_NEGATIVE, SEED, SHARE, flag, flags_of
 from open_clip_zerovl.data.names import PER_EPOCH
 from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.recipe.flags import Settings
@@ -59,7 +59,7 @@ class FinetuneFlags:
     keep_share: float | None = flag(
         None,
         "share of an epoch's pairs that are of --keep-data (default 0.2); it changes the training, --keep the choice after it",
-        range=FROM_0_TO_1,
+        range=SHARE,
         metavar="SHARE",
     )
     patience: int = flag(
@@ -122,7 +122,7 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
 
     def claimed(self, arguments: DataArguments) -> dict[str, Any]:
         """Name the arguments that decide the training, for the claim of the folder."""
-        flags = [flag for flag in arguments.flags() if flag not in DATA_OF_CURVE]
+        flags = [flag for flag in arguments.given if flag not in DATA_OF_CURVE]
         return {**self.of_training(), **arguments.entries(flags)}
 
     def of_curve(self, arguments: DataArguments) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +48,7 @@ from open_clip_zerovl.finetune.data import (
     DATA_FLAG,
     HELD_OUT,
     HELD_OUT_FLAG,
+    SOURCES,
     DataArguments,
     open_sources,
 )
@@ -110,18 +113,19 @@ def hold_out(
         UserError: too few pictures, or data that cannot be read.
     """
     scored = {name: set_identities(dataset, out) for name, dataset in arguments.scored().items()}
+    sources = {flag: text for flag, text in arguments.given.items() if flag in SOURCES}
     new = arguments.held_out
     held_out = [rows for name, rows in scored.items() if name.startswith(HELD_OUT_FLAG)]
     if new and not compare:
-        return Split(arguments.sources, new, np.concatenate(held_out), None, ())
-    opened = {flag: open_sources(text) for flag, text in arguments.sources.items()}
+        return Split(sources, new, np.concatenate(held_out), None, ())
+    opened = {flag: open_sources(text) for flag, text in sources.items()}
     identities = source_identities([*chain.from_iterable(opened.values())], out, say)
     seen, notes = trained_on([model]), []
     if not new:
-        sources = opened[DATA_FLAG]
-        pictures = np.concatenate([identities[source.name] for source in sources])
+        to_draw_from = opened[DATA_FLAG]
+        pictures = np.concatenate([identities[source.name] for source in to_draw_from])
         drawn = draw_held_out(pictures, seed=seed, share=share, trained_on=seen)
-        new, held_out = _write_held_out(sources, identities, drawn, out), [drawn]
+        new, held_out = _write_held_out(to_draw_from, identities, drawn, out), [drawn]
         scored[HELD_OUT_FLAG] = drawn
         notes.append(
             f"{role.capitalize()} pictures: {len(drawn):,} of the data, by their pixels and seed {seed}."
@@ -143,7 +147,7 @@ def hold_out(
     for name, rows in scored.items():
         if sentence := seen_sentence(rows, trained, "The model of this folder"):
             notes.append(f"{name}: {sentence}.")
-    rest = {flag: _rest_of(text, left_out, out, say) for flag, text in arguments.sources.items()}
+    rest = {flag: _rest_of(text, left_out, out, say) for flag, text in sources.items()}
     return Split(rest, new, np.concatenate(held_out), trained, tuple(notes))
 
 
@@ -221,47 +225,6 @@ def source_identities(
     Raises:
         UserError: a shard or table that cannot be read.
     """
-    identities: dict[str, Identities] = {}
-    for source in sources:
-
-        def decoded(source: Source = source) -> Identities:
-            if source.num_samples >= _ANNOUNCED:
-                say(f"comparing the pictures of {source.name} ({source.num_samples:,} samples)")
-            return _decoded(source)
-
-        identities[source.name] = _stored(content_of_source(source), out, decoded)
-    return identities
-
-
-def set_identities(dataset: IndexedSet, out: Path) -> Identities:
-    """Identify a set's pictures.
-
-    Raises:
-        UserError: a picture that cannot be read.
-    """
-
-    def decoded() -> Identities:
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            rows = pool.map(lambda index: identity_of(dataset.image(index)), range(len(dataset)))
-            return np.fromiter(rows, np.int64, len(dataset))
-
-    return _stored(dataset.content(), out, decoded)
-
-
-def _stored(content: str, out: Path, decoded: Callable[[], Identities]) -> Identities:
-    """Read the identities that an earlier call has stored for the same content, else make them."""
-    file = out / "pictures" / f"{content}.npz"
-    try:
-        return read_arrays(file)["identities"]
-    except (OSError, ValueError, KeyError):  # absent, or damaged: its zip has checksums
-        identities = decoded()
-    with atomic_file(file) as handle:
-        np.savez(handle, identities=identities)
-    return identities
-
-
-def _decoded(source: Source) -> Identities:
-    """Identify the picture of each sample: (n,)."""
 
     def identity(sample: Sample) -> int:
         if sample.image is None or not sample.captions:
@@ -271,12 +234,57 @@ def _decoded(source: Source) -> Identities:
         except BadPicture:
             return 0
 
-    identities = np.zeros(source.num_samples, np.int64)
-    samples = _numbered(source)
+    return {
+        source.name: _identities(
+            content_of_source(source), out, source.num_samples, _announced(source, say), identity
+        )
+        for source in sources
+    }
+
+
+def set_identities(dataset: IndexedSet, out: Path) -> Identities:
+    """Identify a set's pictures.
+
+    Raises:
+        UserError: a picture that cannot be read.
+    """
+    return _identities(
+        dataset.content(),
+        out,
+        len(dataset),
+        enumerate(range(len(dataset))),
+        lambda number: identity_of(dataset.image(number)),
+    )
+
+
+def _identities(
+    content: str,
+    out: Path,
+    count: int,
+    numbered: Iterable[tuple[int, Any]],
+    identity: Callable[[Any], int],
+) -> Identities:
+    """Read the identities (n,) that an earlier call has stored for the same content, else make them.
+
+    Args:
+        numbered: (number, thing) of the things with an identity, which the others, 0, have not.
+    """
+    file = out / "pictures" / f"{content}.npz"
+    with suppress(OSError, ValueError, KeyError):  # absent, or damaged: its zip has checksums
+        return read_arrays(file)["identities"]
+    identities, things = np.zeros(count, np.int64), iter(numbered)
     with ThreadPoolExecutor(usable_cores()) as pool:
-        while block := dict(islice(samples, _AT_ONCE)):
+        while block := dict(islice(things, _AT_ONCE)):
             identities[[*block]] = [*pool.map(identity, block.values())]
+    with atomic_file(file) as handle:
+        np.savez(handle, identities=identities)
     return identities
+
+
+def _announced(source: Source, say: Say) -> Iterator[tuple[int, Sample]]:
+    if source.num_samples >= _ANNOUNCED:
+        say(f"comparing the pictures of {source.name} ({source.num_samples:,} samples)")
+    yield from _numbered(source)
 
 
 def _numbered(source: Source, wanted: np.ndarray | None = None) -> Iterator[tuple[int, Sample]]:
@@ -385,10 +393,6 @@ def check_keeping(request: FinetuneRequest) -> None:
         raise UserError(
             f"--keep-share {request.keep_share:g} needs --keep-data NAME=SHARDS, the old pairs"
         )
-    if request.keep_data is not None and not 0 < request.share_kept < 1:
-        raise UserError(
-            f"--keep-share {request.share_kept:g} must lie between 0 and 1; give 0.2, for example"
-        )
     if request.keep_data is not None and SOURCE_WEIGHTS in request.given:
         raise UserError(
             f"--set {SOURCE_WEIGHTS} and --keep-share both decide the weights of the sources; give one of them"
@@ -397,45 +401,29 @@ def check_keeping(request: FinetuneRequest) -> None:
 
 def with_old_pairs(
     request: FinetuneRequest, train_data: str, old_data: str | None
-) -> tuple[tuple[Source, ...], str, str | None]:
-    """Return (sources, `--train-data`, `--train-data-upsampling-factors`) of the new pairs and of --keep-data.
+) -> tuple[tuple[Source, ...], str, str | None, list[str]]:
+    """Add --keep-data to the new pairs.
 
     The samples are those of the training: with --set captions=all each caption of a picture is one.
+
+    Returns:
+        The sources, `--train-data`, `--train-data-upsampling-factors`, and how many old pairs there are and what they cost.
 
     Raises:
         UserError: old pairs that cannot be opened, or with the name of a new source.
     """
     new = parse_sources(train_data, captions=request.captions)
     if old_data is None:
-        return new, train_data, None
+        return new, train_data, None, []
     old = parse_sources(old_data, captions=request.captions)
-    share = request.share_kept
-    weight = (
-        share
-        / (1 - share)
-        * sum(source.num_samples for source in new)
-        / sum(source.num_samples for source in old)
-    )
+    share, samples = request.share_kept, sum(source.num_samples for source in new)
+    weight = share / (1 - share) * samples / sum(source.num_samples for source in old)
     factors = "::".join(f"{source.name}={weight!r}" for source in old)
     both = f"{train_data}::{old_data}"
-    return parse_sources(both, factors, captions=request.captions), both, factors
-
-
-def keeping_notes(
-    request: FinetuneRequest, sources: Sequence[Source], factors: str | None
-) -> list[str]:
-    """Say how many old pairs there are and what they cost."""
-    if factors is None:
-        return []
-    names = {part.partition("=")[0] for part in factors.split("::")}
-    old = {
-        source.name: source.num_samples * source.weight
-        for source in sources
-        if source.name in names
-    }
-    new = sum(source.num_samples for source in sources if source.name not in names)
-    shown = ", ".join(f"{count:,.0f} of {name}" for name, count in old.items())
-    return [
-        f"An epoch has {new:,} new pairs and {request.share_kept:.0%} old ones ({shown}): "
-        f"{1 + sum(old.values()) / new:.2f} times the samples."
-    ]
+    counts = {source.name: source.num_samples * weight for source in old}
+    shown = ", ".join(f"{count:,.0f} of {name}" for name, count in counts.items())
+    note = (
+        f"An epoch has {samples:,} new pairs and {share:.0%} old ones ({shown}): "
+        f"{1 + sum(counts.values()) / samples:.2f} times the samples."
+    )
+    return parse_sources(both, factors, captions=request.captions), both, factors, [note]

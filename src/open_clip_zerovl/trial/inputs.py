@@ -5,7 +5,6 @@ Sets of classes are scored by zero-shot top-1, all others by mean recall (RSUM /
 
 from __future__ import annotations
 
-import shutil
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.align.request import AlignRequest
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.errors import Say
-from open_clip_zerovl.core.files import CONTENT, claim, difference
+from open_clip_zerovl.core.files import CONTENT
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.data.names import PER_EPOCH
 from open_clip_zerovl.data.sets import IndexedSet
@@ -165,22 +164,15 @@ def claim_folder(request: Request, say: Say) -> DataArguments:
     arguments = DataArguments.of(request, say)
     identity = request.identity(arguments)
     inputs = [*INPUTS, *(f"{CONTENT}{flag}" for flag in INPUTS)]
-
-    def untrained(stored: dict[str, Any]) -> bool:
-        if (request.out / PLAN).is_file():
-            return False
-        if difference(*({name: of.get(name) for name in inputs} for of in (stored, identity))):
-            for made in ("data", "before", "aligned"):
-                shutil.rmtree(request.out / made, ignore_errors=True)
-        return True
-
-    return arguments.named_as(claim(request.out / REQUEST, identity, restart=untrained))
+    made = [request.out / name for name in ("data", "before", "aligned")]
+    plan = request.out / PLAN
+    return arguments.claim(request.out / REQUEST, identity, begun=plan, made=made, inputs=inputs)
 
 
 def prepare(request: Request, arguments: DataArguments, say: Say) -> Inputs:
     """Hold out the test and validation pictures, and make the starting model."""
     folder, model = request.out / "data", request.start.model
-    labelled = arguments.labelled.get("--zero-shot-data")
+    labelled = arguments.given.get("--zero-shot-data")
     more = labelled_sets("", labelled) if labelled else {}
     test = hold_out(arguments, folder / "test", seed=TEST_SEED, model=model, role="test", say=say)
     tests, train_data, notes = _open_sets(test.new), test.train_data, list(test.notes)
