@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, at_least, flag
 from open_clip_zerovl.finetune.request import SETS
@@ -26,12 +27,15 @@ Arms = Sequence[str] | Mapping[str, Mapping[str, str]]
 def arms(text: str) -> Arms:
     """Read `plain,dga` as names, or `FILE.json` as arm -> training flags (the others are compared with the first arm)."""
     if text.endswith(".json"):
-        arms: Arms = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
-        if not isinstance(arms, dict) or len(arms) < 2:
+        arms = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
+        if not (isinstance(arms, dict) and len(arms) > 1 and all(map(_is_arm, arms.values()))):
             raise argparse.ArgumentTypeError(
-                'give {"ARM": {"FLAG": "VALUE"}, ...}, two arms or more'
+                'give {"ARM": {"FLAG": VALUE}, ...}, two arms or more, a VALUE text, a number, or true of a switch'
             )
-        return arms
+        return {
+            arm: {flag: "" if value is True else str(value) for flag, value in flags.items()}
+            for arm, flags in arms.items()
+        }
     names = tuple(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in ARMS]
     if unknown or names[0] != PLAIN or len(names) < 2:
@@ -39,6 +43,12 @@ def arms(text: str) -> Arms:
             f"give {PLAIN} and then {', '.join([*ARMS][1:])}, or a FILE.json"
         )
     return names
+
+
+def _is_arm(flags: Any) -> bool:
+    """Return whether an entry of an arms' file is flags with values of a command line."""
+    values = flags.values() if isinstance(flags, dict) else [None]
+    return all(isinstance(value, str | int | float) and value is not False for value in values)
 
 
 def rates(text: str) -> tuple[float, ...]:
