@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,6 +18,7 @@ from open_clip_zerovl.data.splits import as_keys
 from open_clip_zerovl.evaluate.curve import (
     Curve,
     Ends,
+    Point,
     open_ends,
     recall_table,
     score_curve,
@@ -123,18 +125,19 @@ def zero_shot_accuracies(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Score the points of `Curve.labelled` on each labelled set."""
     sets = labelled_sets(prepared.split.new, request.zero_shot_data)
-    accuracies: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in sets}
-    by_alpha: dict[tuple[str, float], Mapping[str, Any]] = {}
-    for label, point in curve.labelled.items() if sets else ():
-        loaded = ends.at(point.alpha)
-        for name, dataset in sets.items():
-            if (name, point.alpha) not in by_alpha:
-                known = None if request.zero_shot_data else point.accuracies.get(name)
-                by_alpha[name, point.alpha] = known or score_loaded(
-                    loaded, dataset, encoder=scorer, name=name
-                )
-            accuracies[name][label] = dict(by_alpha[name, point.alpha])
-    return accuracies
+
+    @cache
+    def scored(name: str, alpha: float) -> Mapping[str, Any]:
+        return score_loaded(ends.at(alpha), sets[name], encoder=scorer, name=name)
+
+    def accuracy(name: str, point: Point) -> dict[str, Any]:
+        known = None if request.zero_shot_data else point.accuracies.get(name)
+        return dict(known or scored(name, point.alpha))
+
+    return {
+        name: {label: accuracy(name, point) for label, point in curve.labelled.items()}
+        for name in sets
+    }
 
 
 def zero_shot_sentences(accuracies: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
