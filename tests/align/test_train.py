@@ -19,11 +19,9 @@ from open_clip_zerovl.align.rows import HeldOut, Pairs, epoch_order
 from open_clip_zerovl.align.train import (
     Heads,
     Task,
-    backward,
     chunk_rows,
     default_batch,
     default_epochs,
-    make_loss,
     make_optimizer,
     take_step,
     train_heads,
@@ -31,6 +29,7 @@ from open_clip_zerovl.align.train import (
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.towers import freeze
 from open_clip_zerovl.report.verdicts import student
 from support import ROOT
@@ -62,8 +61,7 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(home, tmp_path,
     )
     heads = Heads((image.width, text.width), 12, seed=1)
     folder = export_aligned(tmp_path / "m", image, text, heads, SCALES, metrics={})
-    recipe = replace(RECIPE, positives=positives)
-    criterion = make_loss(recipe)
+    criterion = ContrastiveLoss(positives=positives)
     pixels = torch.randn(
         13, 3, 160, 160, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )[batch]
@@ -82,7 +80,8 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(home, tmp_path,
             image.module.double()(pixels) * SCALES[0],
             text.module.double()(tokens) * SCALES[1],
         )
-    value = backward(heads, criterion, features, ids)
+    resting = torch.optim.SGD(heads.parameters(), lr=0.0)
+    value = take_step(heads, resting, criterion, features, ids)
 
     model, _, _ = load_model(folder)
     model.double().train()
@@ -183,16 +182,16 @@ def test_a_resumed_training_keeps_its_chunk_where_memory_allows(
     task, tmp_path, monkeypatch, before, after, taken
 ):
     """Chunks of another size add up in another order, so that the free memory of the day would change bits."""
-    stock, chunks = train_module.make_loss, []
+    chunks = []
 
-    def noted(recipe, chunk):
-        chunks.append(chunk)
-        return stock(recipe, chunk)
+    def noted(**settings):
+        chunks.append(settings["chunk_size"])
+        return ContrastiveLoss(**settings)
 
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_module, "make_loss", noted)
+    monkeypatch.setattr(train_module, "ContrastiveLoss", noted)
     monkeypatch.setattr(train_module, "chunk_rows", lambda *_: before)
     with pytest.raises(KeyboardInterrupt):
         train_heads(task, RECIPE, tmp_path, checked=killed)
@@ -236,7 +235,7 @@ def test_training_ends_where_the_held_out_recall_has_not_risen(task, tmp_path, m
         checked.append({name: value.clone() for name, value in heads.state_dict().items()})
         return {}, {"rsum": next(scores)}
 
-    monkeypatch.setattr(train_module, "_score", score)
+    monkeypatch.setattr(train_module, "held_out_scores", score)
     outcome = train_heads(task, replace(RECIPE, patience=3), tmp_path)
     assert [one[:2] for one in outcome.scores] == [
         (1, 100.0),
@@ -259,10 +258,9 @@ def test_a_loss_that_is_no_number_ends_with_a_sentence(task, tmp_path):
 
 
 def test_no_step_waits_for_a_gpu():
-    recipe = replace(RECIPE, positives="both")
     with fake_cuda():
         heads = to_fake_cuda(Heads((16, 10), 12))
-        optimizer, criterion = make_optimizer(heads, recipe), make_loss(recipe)
+        optimizer, criterion = make_optimizer(heads, RECIPE), ContrastiveLoss(positives="both")
         rows = [torch.empty(8, width, device="cuda:0") for width in (16, 10)]
         ids = {
             name: torch.empty(8, dtype=torch.long, device="cuda:0") for name in ("caption", "image")

@@ -36,7 +36,7 @@ from open_clip_zerovl.align.train import (
     default_batch,
     default_epochs,
     held_out_embeddings,
-    metrics_of,
+    held_out_scores,
     train_heads,
 )
 from open_clip_zerovl.checkpoints.export import loading_notes
@@ -389,6 +389,10 @@ class Alignment:
         given = {each.name: getattr(request, each.name) for each in fields(Recipe)}
         given["positives"] = request.positives or ("caption" if self.classes else "pair")
         slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{image.name[-40:]}--{text.name[-40:]}").strip("-")
+
+        def say_check(epoch: int, score: float, loss: float) -> None:
+            self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
+
         results: list[tuple[Outcome, Recipe]] = []
         for seed in range(request.seed, request.seed + request.seeds):
             recipe = Recipe(**{**given, "batch_size": batch, "epochs": epochs, "seed": seed})
@@ -397,7 +401,7 @@ class Alignment:
                 / "trained"
                 / f"{slug}-{task.digest[:8]}{task.digest.split('-')[1][:8]}-{seed}"
             )
-            results.append((train_heads(task, recipe, folder, checked=self._say_check), recipe))
+            results.append((train_heads(task, recipe, folder, checked=say_check), recipe))
         best, recipe = max(results, key=lambda result: result[0].metrics["rsum"])
         scores = [outcome.metrics["rsum"] for outcome, _ in results]
         names = short_names(request.images)[image.name], short_names(request.texts)[text.name]
@@ -415,15 +419,14 @@ class Alignment:
         held = task.pairs.held_out
         source_of = np.searchsorted(self.sources.begins, held.images, side="right") - 1
         numbers = np.unique(source_of).tolist()
-        return {
-            self.sources.opened[number].name: metrics_of(
-                heads, task, held.part(source_of == number)
-            )
+        parts = {
+            self.sources.opened[number].name: held.part(source_of == number)
             for number in (numbers if len(numbers) > 1 else [])
         }
-
-    def _say_check(self, epoch: int, score: float, loss: float) -> None:
-        self.say(f"       epoch {epoch:>3}: loss {loss:.3f}, held-out RSUM {score:.1f}")
+        return {
+            name: {"images": len(part.images), **held_out_scores(heads, task, part)[1]}
+            for name, part in parts.items()
+        }
 
     def _write(self, ranked: Sequence[Pairing], facts: Sequence[str], chance: float) -> None:
         """Print and write the results."""

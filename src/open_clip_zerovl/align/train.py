@@ -159,14 +159,6 @@ def chunk_rows(batch_size: int, device: torch.device) -> int | None:
     return max(64, room // 2 // row)
 
 
-def make_loss(recipe: Recipe, chunk: int | None = None) -> ContrastiveLoss:
-    """Make the exact loss of a recipe's batches, with this many rows of the logits at once."""
-    return ContrastiveLoss(
-        chunk_size=chunk,
-        positives=recipe.positives or "pair",
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,24 +171,6 @@ def make_optimizer(heads: Heads, recipe: Recipe) -> torch.optim.Optimizer:
     )
 
 
-def backward(
-    heads: Heads,
-    loss: ContrastiveLoss,
-    rows: Sequence[Tensor],
-    ids: Mapping[str, Tensor],
-) -> Tensor:
-    """Compute the loss of N pairs without graph, and add its gradient to the heads'.
-
-    Args:
-        rows: features of the pictures and of the texts, (N, F) each.
-        ids: see `ContrastiveLoss`.
-    """
-    features = heads(*rows)
-    value: Any = loss(*features, heads.logit_scale.exp(), ids=ids)
-    value.backward()
-    return value.detach()
-
-
 def take_step(
     heads: Heads,
     optimizer: torch.optim.Optimizer,
@@ -204,11 +178,18 @@ def take_step(
     rows: Sequence[Tensor],
     ids: Mapping[str, Tensor],
 ) -> Tensor:
-    """Take one step of the optimizer, no part of which waits for a GPU (arguments as for `backward`)."""
+    """Take one step of the optimizer, no part of which waits for a GPU, and return its loss.
+
+    Args:
+        rows: features of the pictures and of the texts, (N, F) each.
+        ids: see `ContrastiveLoss`.
+    """
     optimizer.zero_grad(set_to_none=True)
-    value = backward(heads, loss, rows, ids)
+    features = heads(*rows)
+    value: Any = loss(*features, heads.logit_scale.exp(), ids=ids)
+    value.backward()
     optimizer_step(heads, optimizer)
-    return value
+    return value.detach()
 
 
 def train_heads(
@@ -232,12 +213,13 @@ def train_heads(
     heads.to(device)
     optimizer = make_optimizer(heads, recipe)
     chunk = chunk_rows(recipe.batch_size, device)
-    state = _resumed(folder, task, recipe, heads, optimizer) or _State(chunk=chunk)
+    identity = f"{task.digest} {recipe}"
+    state = _resumed(folder, identity, device, heads, optimizer) or _State(chunk=chunk)
     if chunk is not None and (state.chunk is None or state.chunk > chunk):
         state.chunk = (
             chunk  # less memory is free than there was; another chunk rounds in another way
         )
-    loss = make_loss(recipe, state.chunk)
+    loss = ContrastiveLoss(chunk_size=state.chunk, positives=recipe.positives or "pair")
     every = math.ceil(recipe.epochs / CHECKS)
     total, count = torch.zeros((), device=device), 0
     begin = time.monotonic() - state.seconds
@@ -252,7 +234,7 @@ def train_heads(
             raise UserError(
                 f"the loss is not finite after epoch {state.epoch}; give a lower --lr than {recipe.lr:g}"
             )
-        score = _score(heads, task)[1]["rsum"]
+        score = held_out_scores(heads, task)[1]["rsum"]
         total, count = torch.zeros((), device=device), 0
         state.scores.append((state.epoch, score, mean))
         if score >= max(rsum for _, rsum, _ in state.scores):
@@ -269,7 +251,7 @@ def train_heads(
         state.seconds = time.monotonic() - begin
         save_atomically(
             {
-                "of": _identity(task, recipe),
+                "of": identity,
                 "state": asdict(state),
                 "heads": heads.state_dict(),
                 "optimizer": optimizer.state_dict(),
@@ -278,7 +260,7 @@ def train_heads(
         )
         checked(*state.scores[-1])
     heads.load_state_dict(state.best)
-    ranks, metrics = _score(heads, task)
+    ranks, metrics = held_out_scores(heads, task)
     return Outcome(heads, state.scores, state.best_epoch, ranks, metrics, state.seconds)
 
 
@@ -322,12 +304,6 @@ def _epoch(
     return total, steps
 
 
-def metrics_of(heads: Heads, task: Task, held: HeldOut) -> dict[str, float]:
-    """Compute recalls of some held-out pictures among themselves, with their number as `images`."""
-    ranks = retrieval_ranks(*held_out_embeddings(heads, task, held))
-    return {"images": len(held.images), **recalls(ranks)}
-
-
 @torch.no_grad()
 def caption_accuracy(heads: Heads, task: Task) -> float:
     """Compute the share of the held-out pictures whose best caption of all different ones is one of their own."""
@@ -367,19 +343,22 @@ def held_out_embeddings(
     return images, texts, torch.from_numpy(held.text_to_image)
 
 
-def _score(heads: Heads, task: Task) -> tuple[dict[str, QueryRanks], dict[str, float]]:
-    ranks = retrieval_ranks(*held_out_embeddings(heads, task))
+def held_out_scores(
+    heads: Heads, task: Task, held: HeldOut | None = None
+) -> tuple[dict[str, QueryRanks], dict[str, float]]:
+    """Rank held-out pairs among themselves, and compute their recalls (arguments as for `held_out_embeddings`)."""
+    ranks = retrieval_ranks(*held_out_embeddings(heads, task, held))
     return ranks, recalls(ranks)
 
 
-def _identity(task: Task, recipe: Recipe) -> str:
-    return f"{task.digest} {recipe}"
-
-
 def _resumed(
-    folder: Path, task: Task, recipe: Recipe, heads: Heads, optimizer: torch.optim.Optimizer
+    folder: Path,
+    identity: str,
+    device: torch.device,
+    heads: Heads,
+    optimizer: torch.optim.Optimizer,
 ) -> _State | None:
-    """Load the state of an earlier call with the same rows and recipe.
+    """Load the state of an earlier call with the same rows and recipe, which `identity` names.
 
     Returns:
         None without one.
@@ -391,8 +370,8 @@ def _resumed(
     if not file.is_file():
         return None
     with reading(file, "remove it to train from the beginning"):
-        stored = torch.load(file, map_location=task.device, weights_only=True)
-        if stored.get("of") != _identity(task, recipe):
+        stored = torch.load(file, map_location=device, weights_only=True)
+        if stored.get("of") != identity:
             return None
     heads.load_state_dict(stored["heads"])
     optimizer.load_state_dict(stored["optimizer"])
