@@ -138,6 +138,7 @@ class Trainer:
         self.log = log
         self.teacher = None if teacher is None else unwrapped(teacher)[0].eval()
         self.step: RecipeStep | None = None
+        self._settled = False  # what comes once before the first step of this process is done
         self.epoch_end: Position | None = None
 
     def __call__(
@@ -202,7 +203,8 @@ class Trainer:
             step = steps * epoch + index
             if timer is not None:
                 micro_batches = timer.shortened(micro_batches)
-            if first_of_process and index == start:
+            if not self._settled:  # not in the first epoch, if a resume finds nothing left of it
+                self._settled = True
                 settle_buckets(model, micro_batches[0], self.step.prepare, self.step.autocast)
                 if mixture is not None and is_master(args) and self.config.positives is None:
                     warn_of_equal_captions(micro_batches)

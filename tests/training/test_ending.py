@@ -328,36 +328,44 @@ def test_a_resumed_run_takes_the_settings_of_its_command_line_and_names_them(tra
     assert "optimizer takes" not in printed and "than before" not in printed
 
 
+def assert_same_from(train, whole: Path, begin: str, *extra: str, fault=None, **request) -> str:
+    """Resume from a checkpoint of a whole run of two epochs, and compare the weights. The output of the resumed run."""
+    name = f"{whole.name}-{begin[:-3]}"
+    (train.folder / "logs" / name / "checkpoints").mkdir(parents=True)
+    shutil.copy(whole / "checkpoints" / begin, train.folder / "logs" / name / "checkpoints")
+    done, printed, resumed = train(
+        fault, *extra, "--resume", "latest", name=name, every=1, **request
+    )
+    assert set(done["statuses"]) == {0}, printed[-3000:]
+    wanted, found = (
+        torch.load(folder / "checkpoints" / "epoch_2.pt", weights_only=True)["state_dict"]
+        for folder in (whole, resumed)
+    )
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted), begin
+    return printed
+
+
+KEEP = ["--batch-size", "2", "--keep-checkpoints", "99"]
+
+
 @pytest.mark.slow(
     reason="four trainings; the adopted decision is tested in tests/dga and test_checkpointing"
 )
 def test_what_auto_decided_holds_after_a_resume(train):
     """With another number of retained graphs, gradients are added up in another order, and the last bits differ."""
-    extra = [
-        "--dga-retain",
-        "auto",
-        "--batch-size",
-        "2",
-        "--dga-steps",
-        "4",
-        "--keep-checkpoints",
-        "99",
-    ]
-    _, printed, whole = train("auto keeps 3 graphs", *extra, name="auto-whole", every=1, status=0)
+    extra = [*KEEP, "--dga-retain", "auto", "--dga-steps", "4"]
+    *_, whole = train("auto keeps 3 graphs", *extra, name="auto-whole", every=1, status=0)
     for begin in ("step_0000_00000001.pt", "step_0000_00000004.pt", "epoch_1.pt"):
-        name = f"auto-{begin[:-3]}"
-        (train.folder / "logs" / name / "checkpoints").mkdir(parents=True)
-        shutil.copy(whole / "checkpoints" / begin, train.folder / "logs" / name / "checkpoints")
-        _, printed, resumed = train(
-            "auto keeps 1 graph", *extra, "--resume", "latest", name=name, every=1, status=0
-        )
-        kept = "Graphs kept a step, as before this run was resumed: 3"
-        assert printed.count(kept) == 1, printed[-3000:]
-        wanted, found = (
-            torch.load(folder / "checkpoints" / "epoch_2.pt", weights_only=True)["state_dict"]
-            for folder in (whole, resumed)
-        )
-        assert all(torch.equal(wanted[key], found[key]) for key in wanted), begin
+        printed = assert_same_from(train, whole, begin, *extra, fault="auto keeps 1 graph")
+        assert printed.count("Graphs kept a step, as before this run was resumed: 3") == 1
+
+
+@pytest.mark.slow(reason="three trainings over three ranks; test_buckets has the cause in one")
+def test_three_ranks_go_on_from_an_epochs_last_step(train):
+    """A process that took its first step in a later epoch than its first had DDP's first layout there, and other last bits."""
+    *_, whole = train(None, *KEEP, name="three-ranks", every=1, ranks=3)
+    for begin in ("step_0000_00000002.pt", "step_0000_00000005.pt"):
+        assert_same_from(train, whole, begin, *KEEP, ranks=3)
 
 
 def test_a_run_shows_what_it_will_do_and_where_it_is(train):

@@ -130,11 +130,11 @@ class Retention:
         Call it between two steps, without gradients in memory. Over ranks it is a collective until "auto" has decided.
 
         Returns:
-            None before an optimizer step, and for a given R.
+            None before an optimizer step without an earlier decision, and for a given R.
         """
-        if self._retain != "auto" or not self._sizes:
+        if self._retain != "auto":
             return None
-        self._settle()
+        self._settle()  # not before a step is measured
         if self._auto is None or self._adopted is not None:
             return self._adopted
         return Decision(
