@@ -73,7 +73,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())  # so that the renamed file is not empty after a power cut
-        os.replace(scratch, target)
+            os.replace(scratch, target)  # under the lock: another writer removes what nobody holds
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
