@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Annotated as A
 
 from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.checkpoints.encoder import EncoderFlags
-from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.errors import UserError, say
 from open_clip_zerovl.core.files import read_json
 from open_clip_zerovl.core.flags import SEED, Range, at_least, command, flag, words_of
 from open_clip_zerovl.core.processes import follow_training, take_gpus
@@ -282,7 +281,7 @@ def finetune(
         out=_absolute(out),
         given={**parse_settings(set), **settings_of(training)},
     )
-    run_finetune(request, say=lambda line: print(f"finetune: {line}", file=sys.stderr, flush=True))
+    run_finetune(request, say=lambda line: say(f"finetune: {line}"))
     return Tuned(request.out, read_json(request.out / "finetune.json"))
 
 
@@ -373,7 +372,7 @@ def trial(
         encoders=encoders,
         given=settings_of(training),
     )
-    run_trial(request, say=lambda line: print(f"trial: {line}", file=sys.stderr, flush=True))
+    run_trial(request, say=lambda line: say(f"trial: {line}"))
 
 
 def export(
@@ -519,7 +518,7 @@ def retrieval(
     from open_clip_zerovl.evaluate.retrieval import run_retrieval
     from open_clip_zerovl.prepare.door import sets_as_shards
 
-    data = sets_as_shards(data, say=_to_stderr)
+    data = sets_as_shards(data, say=say)
     several = len(models) > 1
     encoders = _encoders(models, flags) if several else _encoder(models[0], flags)
     return run_retrieval(encoders, data, settings, files)
@@ -549,7 +548,7 @@ def zero_shot(
 
     sets = (f"{name}={place}" for name, place in parse_retrieval_data(data).items())
     data = "::".join(
-        sets_as_shards(each, say=_to_stderr) if holds_rows(Path(each.partition("=")[2])) else each
+        sets_as_shards(each, say=say) if holds_rows(Path(each.partition("=")[2])) else each
         for each in sets
     )
     return run_zero_shot(_encoder(model, flags), data, settings)
@@ -617,7 +616,7 @@ def search(
 
     place = Path(data).expanduser()
     if not place.is_dir() or holds_rows(place):
-        data = as_shards(data, say=_to_stderr)
+        data = as_shards(data, say=say)
     if page.serve:
         from open_clip_zerovl.evaluate.search import serve
 
@@ -635,11 +634,6 @@ def search(
 # ---------------------------------------------------------------------------------------------------------------------
 # What several functions share
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def _to_stderr(line: str) -> None:
-    """Print a line beside the results, which a pipe takes from stdout."""
-    print(line, file=sys.stderr)
 
 
 def _encoder(model: str, flags: EncoderFlags, *, one_of_several: bool = False) -> Encoder:

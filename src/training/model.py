@@ -17,8 +17,9 @@ from open_clip_zerovl.checkpoints.loading import spec_of_run
 from open_clip_zerovl.checkpoints.weights import load_pretrained_tower
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import keep_freed_memory
+from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.configs import LOCAL_DIR
-from open_clip_zerovl.recipe.build import build_model, init_from
+from open_clip_zerovl.recipe.build import apply_methods, init_from
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import (
@@ -28,7 +29,6 @@ from open_clip_zerovl.recipe.optimizer import (
     scale_rates,
     warmup_cosine,
 )
-from open_clip_zerovl.recipe.step import precision_on
 from open_clip_zerovl.recipe.towers import batch_norms
 
 
@@ -39,43 +39,42 @@ def create_model(
     pretrained: str | None,
     **options: Any,
 ) -> tuple[torch.nn.Module, Any, Any, CoinFlipMixup | None]:
-    """Build open_clip's model and transforms with starting weights and the recipe's methods.
+    """Build open_clip's model with starting weights and the recipe's methods.
 
-    See `recipe.build.build_model`.
+    Returns:
+        Model, training transform, evaluation transform, mixup if asked for.
 
     Raises:
         UserError: weights that do not fit, a tower that does not support a flag.
     """
-
-    def start(model: torch.nn.Module) -> None:
-        if hasattr(model, "text_decoder") and not (pretrained or config.init_from):
-            # open_clip leaves this weight as the memory was, NaN included.
-            decoder: Any = model.text_decoder
-            projection = decoder.text_projection
-            torch.nn.init.normal_(projection, std=len(projection) ** -0.5)
-        if config.init_from is not None:
-            report = init_from(model, config.init_from, _model_cfg(model_name, args))
-            logging.info(f"Starting from {config.init_from}:\n{report}")
-        for tower, path in (("image", config.init_image), ("text", config.init_text)):
-            if path is not None:
-                loaded = load_pretrained_tower(model, tower, path)  # type: ignore[arg-type]
-                logging.info(
-                    f"Loaded {loaded.loaded} tensors of the {tower} tower from {path}; unused: {loaded.unused}"
-                )
-
-    built = build_model(model_name, pretrained, config, seed=args.seed, start=start, **options)
+    model, transform, evaluation = create_model_and_transforms(model_name, pretrained, **options)
+    if hasattr(model, "text_decoder") and not (pretrained or config.init_from):
+        # open_clip leaves this weight as the memory was, NaN included.
+        decoder: Any = model.text_decoder
+        projection = decoder.text_projection
+        torch.nn.init.normal_(projection, std=len(projection) ** -0.5)
+    if config.init_from is not None:
+        report = init_from(model, config.init_from, _model_cfg(model_name, args))
+        logging.info(f"Starting from {config.init_from}:\n{report}")
+    for tower, path in (("image", config.init_image), ("text", config.init_text)):
+        if path is not None:
+            loaded = load_pretrained_tower(model, tower, path)  # type: ignore[arg-type]
+            logging.info(
+                f"Loaded {loaded.loaded} tensors of the {tower} tower from {path}; unused: {loaded.unused}"
+            )
+    transform, mixup = apply_methods(model, transform, config, seed=args.seed)
     begins_trained = bool(
         pretrained or config.init_from or config.init_image or model_name.startswith(LOCAL_DIR)
     )
     one_source = config.sampling in ("debiased", "sequential")
     locked = getattr(args, "lock_image", False)
-    if (begins_trained or one_source) and not locked and batch_norms(built[0]):
+    if (begins_trained or one_source) and not locked and batch_norms(model):
         logging.warning(
             f"The model has batch norms, whose running statistics follow "
             f"{'batches of one source' if one_source else 'small batches'} and leave those of the pool"
             f"{' and of the trained tower' if begins_trained else ''}: --freeze-norm-statistics keeps them."
         )
-    return built
+    return model, transform, evaluation, mixup
 
 
 def _model_cfg(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -186,12 +185,11 @@ def settle_device(args: argparse.Namespace, *, recipe: bool) -> None:
             f"There is no {kind} device here: this run trains on the CPU, as with --device cpu."
         )
     keep_freed_memory()
-    precision = precision_on("cpu", args.precision)
-    if precision == args.precision:
+    if args.precision != "amp":
         return
-    slow = f"--precision {args.precision} is several times slower than fp32 on a CPU"
+    slow = "--precision amp is several times slower than fp32 on a CPU"
     logging.warning(
         f"{slow}: fp32 is used instead." if recipe else f"{slow}; give --precision fp32."
     )
     if recipe:
-        args.precision = precision
+        args.precision = "fp32"

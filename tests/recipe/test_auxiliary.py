@@ -19,7 +19,7 @@ from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.build import apply_methods, init_from
 from open_clip_zerovl.recipe.flags import RecipeConfig
-from open_clip_zerovl.recipe.optimizer import constant_temperature, optimizer_step, parameter_groups
+from open_clip_zerovl.recipe.optimizer import optimizer_step, parameter_groups
 from open_clip_zerovl.recipe.towers import (
     GROUPS,
     batch_norms,
@@ -563,7 +563,7 @@ def test_embeddings_are_spared_on_request(bert, kind, embeddings):
 def test_a_constant_temperature_stays_and_the_rest_learns():
     model = bert_clip()
     torch.nn.init.constant_(model.logit_scale, 4.7)  # above the bound of one that learns, ln 100
-    constant_temperature(model)
+    apply_methods(model, None, RecipeConfig(temperature_constant=True), seed=0)
     before = model.logit_scale.clone()
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-2)
     weight = model.visual.proj.clone()

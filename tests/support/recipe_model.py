@@ -13,7 +13,8 @@ from torch import Tensor
 
 from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.losses import ContrastiveLoss
-from open_clip_zerovl.recipe.build import build_model
+from open_clip_zerovl.models.build import create_model_and_transforms
+from open_clip_zerovl.recipe.build import apply_methods
 from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
@@ -55,16 +56,11 @@ class RecipeModel:
 
 def recipe_model(config: AllFlags, *, seed: int, precision: str) -> RecipeModel:
     """Build the model of a run with these flags, with random weights on the CPU."""
-    model, transform, _, mixup = build_model(
-        config.model,
-        None,
-        config,
-        seed=seed,
-        precision=precision,
-        device=torch.device("cpu"),
-        pretrained_image=False,
-        output_dict=True,
+    options = {"precision": precision, "device": torch.device("cpu"), "pretrained_image": False}
+    model, transform, _ = create_model_and_transforms(
+        config.model, None, output_dict=True, **options
     )
+    transform, mixup = apply_methods(model, transform, config, seed=seed)
     _, mean, std = split_normalize(transform)
     tokenizer = open_clip.get_tokenizer(config.model)
     return RecipeModel(

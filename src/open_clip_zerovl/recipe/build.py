@@ -1,4 +1,4 @@
-"""A model built with the paper's methods, in the order of training, and its starting weights from another run (section 4.2).
+"""The paper's methods applied to a model, and its starting weights from another run (section 4.2).
 
 `init_from` loads weights group by group, with a report of the loaded groups.
 """
@@ -36,11 +36,9 @@ from open_clip_zerovl.checkpoints.weights import (
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.data.images import with_auto_augment
-from open_clip_zerovl.models.build import create_model_and_transforms
 from open_clip_zerovl.models.configs import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.recipe.flags import TOWERS, RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from open_clip_zerovl.recipe.optimizer import constant_temperature
 from open_clip_zerovl.recipe.step import text_padding
 from open_clip_zerovl.recipe.towers import (
     GROUPS,
@@ -258,46 +256,16 @@ def _misfit(model_tensors: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The model
+# Methods
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def build_model(
-    name: str,
-    pretrained: str | None,
-    methods: RecipeConfig,
-    *,
-    seed: int,
-    start: Callable[[nn.Module], None] | None = None,
-    **options: Any,
-) -> tuple[Any, Callable[..., Any], Callable[..., Any], CoinFlipMixup | None]:
-    """Build open_clip's model with the methods of a run.
-
-    Args:
-        name, pretrained, options: as for `models.build.create_model_and_transforms`.
-        seed: the seed of mixup's draws.
-        start: loads starting weights, before towers are frozen.
-
-    Returns:
-        model, training transform, evaluation transform, mixup if asked for.
-
-    Raises:
-        UserError: weights that do not fit, a tower that does not support a method.
-    """
-    model, transform, evaluation = create_model_and_transforms(name, pretrained, **options)
-    if start is not None:
-        start(model)
-    transform, mixup = apply_methods(model, transform, methods, seed=seed)
-    checkpoint_without_reentry(model)
-    return model, transform, evaluation, mixup
-
-
 def apply_methods(
-    model: nn.Module, transform: Callable[..., Any], methods: RecipeConfig, *, seed: int
+    model: Any, transform: Callable[..., Any], methods: RecipeConfig, *, seed: int
 ) -> tuple[Callable[..., Any], CoinFlipMixup | None]:
     """Make a run's changes to the model, in order: norms, memory format, adapters, frozen towers, temperature, mixup, padding.
 
-    Call it before DDP and compile.
+    Call it once the starting weights are loaded, and before DDP and compile.
 
     Args:
         transform: of training images.
@@ -322,7 +290,7 @@ def apply_methods(
         count = freeze(model, methods.freeze)
         logging.info(f"Frozen: {' and '.join(methods.freeze)} ({count / 1e6:.1f} M parameters).")
     if methods.temperature_constant:
-        constant_temperature(model)
+        model.logit_scale.requires_grad_(False)
     mixup = None
     if methods.coin_flip_mixup:
         mixup = CoinFlipMixup(methods.mixup_alpha, seed=seed)
@@ -331,4 +299,5 @@ def apply_methods(
         text_padding(model)
     if methods.auto_augment is not None:
         transform = with_auto_augment(transform, methods.auto_augment)
+    checkpoint_without_reentry(model)
     return transform, mixup

@@ -556,11 +556,8 @@ class RecipeConfig(
     @property
     def active(self) -> bool:
         """Return whether any of our flags was given that changes a training."""
-        return any(
-            getattr(self, each.name) != each.default
-            for each in flags_of(RecipeConfig)
-            if each.name != "verbose"
-        )
+        names = {each.name for each in flags_of(RecipeConfig)} - {"verbose"}
+        return self.changes(*names)
 
     @property
     def step_flags(self) -> bool:

@@ -109,9 +109,6 @@ class CoinFlipMixup:
     Args:
         alpha: of Beta(alpha, alpha); the paper's is 0.1, where most lambdas are near 0 or 1.
         seed: the same on all ranks.
-
-    Raises:
-        UserError: an alpha that is not positive, a negative seed.
     """
 
     def __init__(self, alpha: float = 0.1, *, seed: int = 0) -> None:
@@ -128,9 +125,10 @@ class CoinFlipMixup:
 
         Call it before torch.compile's first forward pass: a compiled graph ignores a hook that is added later.
 
+        A second call moves the hook to another model.
+
         Raises:
-            UserError: a model whose text features cannot be mixed: no text module, or towers that also return tokens (CoCa);
-                or a second model.
+            UserError: a model whose text features cannot be mixed: no text module, or towers that also return tokens (CoCa).
         """
         model = unwrapped(model)[0]
         plain = isinstance(model, CLIP)  # its text tower is spread over the model
@@ -166,21 +164,14 @@ class CoinFlipMixup:
         """Draw a mix.
 
         Within the block the attached model's texts are mixed if the coin falls on texts.
-
-        Raises:
-            UserError: no model is attached.
         """
         with self.applied(self.draw()) as mix:
             yield mix
 
     @contextmanager
     def applied(self, mix: Mix) -> Iterator[Mix]:
-        """Mix the attached model's texts in every forward pass within the block if `mix` is for texts.
-
-        Raises:
-            UserError: no model is attached.
-        """
-        assert self._text is not None  # attached
+        """Mix the attached model's texts in every forward pass within the block if `mix` is for texts."""
+        assert self._text is not None, "attach(model) comes first"
         self._text.weight = None if mix.mixes_images else self._text.on_device(mix.weight)
         try:
             yield mix

@@ -96,7 +96,7 @@ def parameter_groups(
         rates: divides both groups by rate. A group then has `part`, its name, and `rate_scale`, which `scale_rates` applies.
 
     Raises:
-        UserError: a negative weight decay, or nothing to train; as `Rates.of`.
+        UserError: as `Rates.of`.
     """
     tables = {
         id(p)
@@ -160,18 +160,6 @@ def described_groups(optimizer: torch.optim.Optimizer) -> list[tuple[str, str, s
         for group in optimizer.param_groups
         if "rate_scale" in group
     ]
-
-
-def constant_temperature(model: nn.Module) -> None:
-    """Make the temperature constant at its present value (0.02 in the released code): `logit_scale` gets no gradient.
-
-    Call it before DistributedDataParallel and the optimizer are made.
-
-    Raises:
-        UserError: a model without `logit_scale`.
-    """
-    logit_scale: Any = model.logit_scale
-    logit_scale.requires_grad_(False)
 
 
 def optimizer_step(

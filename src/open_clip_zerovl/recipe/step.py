@@ -138,11 +138,6 @@ MicroBatch = tuple[Any, ...]
 AUTOCAST_DTYPES = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
 
-def precision_on(device_type: str, precision: str) -> str:
-    """Choose the precision to train in: fp32 instead of amp on a CPU, where fp16 products take several times as long."""
-    return "fp32" if device_type == "cpu" and precision == "amp" else precision
-
-
 def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """Choose the factory of the forward pass' context for open_clip's `--precision`, as in its training program."""
     if precision not in AUTOCAST_DTYPES:

@@ -116,14 +116,9 @@ def freeze(model: nn.Module, towers: Iterable[str], *, projection: bool = True) 
 
     Returns:
         How many parameters (numbers, not tensors) were frozen.
-
-    Raises:
-        UserError: an unknown tower, or nothing left to train.
     """
-    chosen = sorted(set(towers))
-    frozen = {f"{tower} tower" for tower in chosen}
-    if projection:
-        frozen |= {f"{tower} projection" for tower in chosen}
+    parts = ("tower", "projection") if projection else ("tower",)
+    frozen = {f"{tower} {part}" for tower in towers for part in parts}
     count = 0
     for name, parameter in model.named_parameters():
         if group_of(name) in frozen:
@@ -167,13 +162,8 @@ def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._NormBase)
         and module.track_running_stats
-        and not holds_statistics(module)
+        and "train" not in vars(module)  # which `freeze` and `freeze_norm_statistics` replace
     }
-
-
-def holds_statistics(module: nn.Module) -> bool:
-    """Return whether a module stays in evaluation mode when `train()` is called on it or around it."""
-    return "train" in vars(module)
 
 
 def freeze_norm_statistics(model: nn.Module) -> int:
@@ -221,7 +211,7 @@ def check_token_drop(model: nn.Module, rate: float) -> None:
     The class token stays, and evaluation has all tokens.
 
     Raises:
-        UserError: a rate outside of (0, 1); a tower without patch dropout, or with another rate.
+        UserError: a tower without patch dropout, or with another rate.
     """
     visual: Any = model.visual
     rates = {module.prob for module in visual.modules() if isinstance(module, _PATCH_DROPOUTS)}
