@@ -28,16 +28,19 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated as A
+from typing import Literal
 
 from tqdm import tqdm
 
 from open_clip_zerovl.cli import main as zerovl
-from open_clip_zerovl.core.errors import UserError, ended
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import TrainingProcess, start_training
 from open_clip_zerovl.report.run import RECORD, read_record
 from scripts.drawn.emoji import SOURCES
 from scripts.drawn.make import HELD_OUT, prepare_emoji
 from scripts.paper import bias
+from scripts.program import program
 
 SAMPLINGS = ("random", "debiased")
 EPOCHS = 20
@@ -88,65 +91,55 @@ class Run:
         return start_training([*self.flags, *place, "--resume", "latest"], log=log, threads=1)
 
 
-def run_of(sampling: str, options: argparse.Namespace) -> Run:
+def run_of(
+    sampling: str, data: Path, out: Path, *, epochs: int, seed: int, flags: Sequence[str]
+) -> Run:
     """Return the training with a kind of sampling, its flags chosen on the validation split (docs/models.md)."""
-    data, more = options.data, options.flags
-    warmup = [] if any(word.startswith("--warmup") for word in more) else ["--warmup-share", "0.05"]
-    flags = [
+    warmup = (
+        [] if any(word.startswith("--warmup") for word in flags) else ["--warmup-share", "0.05"]
+    )
+    own = [
         "--model", "zerovl-emoji", "--text-model", str(data / "bert"),
         "--train-data", "::".join(f"{source}={data / source}" for source in SOURCES), "--sampling", sampling,
         "--batch-size", "32", "--dga-steps", "2", "--dga-retain", "auto",
-        "--epochs", str(options.epochs), "--lr", "1e-3", "--lr-min", "1e-4", "--wd", "0.1", *warmup,
+        "--epochs", str(epochs), "--lr", "1e-3", "--lr-min", "1e-4", "--wd", "0.1", *warmup,
         "--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6",
         "--aug-cfg", "scale=(1.0,1.0)", "ratio=(1.0,1.0)",
-        "--precision", "fp32", "--workers", "0", "--seed", str(options.seed),
-        "--log-every-n-steps", "10", "--save-frequency", "0", "--save-every-steps", "200", *more,
+        "--precision", "fp32", "--workers", "0", "--seed", str(seed),
+        "--log-every-n-steps", "10", "--save-frequency", "0", "--save-every-steps", "200", *flags,
     ]  # fmt: skip
     # Other flags have another place, so that a call takes up no earlier call's run.
-    epochs = [] if options.epochs == EPOCHS else [f"epochs {options.epochs}"]
-    words = [f"{sampling} seed{options.seed}", *epochs, *more]
-    return Run(options.out / "runs" / re.sub("[^A-Za-z0-9.]+", "-", " ".join(words)), tuple(flags))
+    other = [] if epochs == EPOCHS else [f"epochs {epochs}"]
+    words = [f"{sampling} seed{seed}", *other, *flags]
+    return Run(out / "runs" / re.sub("[^A-Za-z0-9.]+", "-", " ".join(words)), tuple(own))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path("data/emoji"),
-        help="emoji data, fetched if it does not exist",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo"), help="folder of all results (default %(default)s)"
-    )
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help="default %(default)s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--split", choices=("val", "test"), default="test", help="settings are chosen on val"
-    )
-    parser.add_argument(
-        "flags", nargs="*", metavar="-- FLAGS", help="training flags for both runs, after --"
-    )
-    options = parser.parse_args(argv)
-    return ended(lambda: run(options), "demo")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Make the data, train twice, compare, export, and return the exit status.
+def demo(
+    flags: A[tuple[str, ...], "training flags for both runs, after --", "-- FLAGS"] = (),
+    /,
+    *,
+    data: A[Path, "emoji data, fetched if it does not exist"] = Path("data/emoji"),
+    out: A[Path, "folder of all results"] = Path("demo"),
+    epochs: A[int, "passes over the data"] = EPOCHS,
+    seed: int = 0,
+    split: A[Literal["val", "test"], "settings are chosen on val"] = "test",
+) -> None:
+    """Make the data, train twice, compare and export.
 
     Raises:
         UserError: a flag that the demo sets itself, a part that failed.
     """
     start = time.monotonic()
-    for name in (word.split("=")[0] for word in options.flags):
+    for name in (word.split("=")[0] for word in flags):
         if name in OWN_FLAGS:
             raise UserError(f"the demo sets {name} itself: {OWN_FLAGS[name]}; leave it out")
-    runs = {sampling: run_of(sampling, options) for sampling in SAMPLINGS}
+    runs = {
+        sampling: run_of(sampling, data, out, epochs=epochs, seed=seed, flags=flags)
+        for sampling in SAMPLINGS
+    }
     epochs = int(runs["debiased"].value("--epochs"))
     print("1/4 Data: four emoji sets as four sources", flush=True)
-    prepare_emoji(options.data)
+    prepare_emoji(data)
     print(
         f"2/4 Training: the same model with random and with debiased sampling, at the same time, {epochs} epochs\n  A random "
         f"order has RSUM {CHANCE:g} within a source; 20 epochs (4 minutes on 2 cores) reach about 230 to 260, and a few epochs "
@@ -156,32 +149,28 @@ def run(options: argparse.Namespace) -> int:
     train(runs, epochs)
     print("3/4 Measuring both on pairs that were held out of their source", flush=True)
     models = [f"{sampling}={run.checkpoint}" for sampling, run in runs.items()]
-    data = "::".join(
-        f"{source}={options.data / f'{options.split}-across' / source}" for source in SOURCES
-    )
+    held_out = "::".join(f"{source}={data / f'{split}-across' / source}" for source in SOURCES)
     fields = ("--concept", "concept", "--held-out", "held_out")
-    out = options.out / "bias"
-    words = [*models, "--data", data, *fields, "--out", str(out), "--device", "cpu"]
+    words = [*models, "--data", held_out, *fields, "--out", str(out / "bias"), "--device", "cpu"]
     table = io.StringIO()
 
     def measure(words: list[str]) -> int:
         with redirect_stdout(table):
-            return bias.main(words)
+            return program(bias.bias, words)
 
     call(measure, "python -m scripts.paper.bias", words)
-    print(judgement(json.loads((out / "bias.json").read_text(encoding="utf-8")), epochs))
+    print(judgement(json.loads((out / "bias" / "bias.json").read_text(encoding="utf-8")), epochs))
     print(table.getvalue(), end="")
     print(
         "4/4 Export: a folder that stock open_clip loads, tested in a process without this package",
         flush=True,
     )
-    exported = options.out / runs["debiased"].value("--model").replace("/", "-")
+    exported = out / runs["debiased"].value("--model").replace("/", "-")
     call(zerovl, "zerovl", ["export", str(runs["debiased"].checkpoint), str(exported), "--force"])
     place = f"local-dir:{exported.resolve()}"
     stock = [sys.executable, "-c", STOCK_LOADING, place]
     subprocess.run(stock, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True)
     print(f"Done in {time.monotonic() - start:.0f} s.")
-    return 0
 
 
 def call(program: Callable[[list[str]], int], name: str, words: Sequence[str]) -> None:
@@ -267,4 +256,4 @@ print(f"  open_clip.create_model_and_transforms({sys.argv[1]!r}) -> {type(model)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(demo))

@@ -9,18 +9,16 @@ is trained. Everything is written below demo-search/. A second call reads the st
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated as A
 
 import numpy as np
 
 from open_clip_zerovl.align.rows import open_sources
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.cli import main as zerovl
-from open_clip_zerovl.core.errors import ended
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.evaluate.search import Searcher, write_search_page
 from open_clip_zerovl.evaluate.settings import SearchSettings
@@ -28,6 +26,7 @@ from open_clip_zerovl.features.sources import SourceSamples
 from open_clip_zerovl.finetune.data import find_data
 from scripts.drawn.make import prepare_emoji
 from scripts.encoders import fetch_encoders
+from scripts.program import program
 
 ALIGNED = ("twemoji", "openmoji", "fluent")
 BEST = 5  # pictures of a query
@@ -45,23 +44,17 @@ QUERIES = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.demo_search",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data", metavar="DIR", help="your own pairs (default: emoji)")
-    parser.add_argument("--out", type=Path, default=Path("demo-search"), metavar="DIR")
-    parser.add_argument("--encoders", type=Path, default=Path("encoders"), metavar="DIR")
-    options = parser.parse_args(argv)
-    return ended(lambda: run(options.data, options.out, options.encoders), "demo-search")
-
-
-def run(data: str | None, out: Path, folder: Path) -> int:
+def demo_search(
+    *,
+    data: A[str | None, "your own pairs (default: emoji)", "DIR"] = None,
+    out: A[Path, "folder of all results", "DIR"] = Path("demo-search"),
+    encoders: A[Path, "folder of the encoders, fetched if it does not exist", "DIR"] = Path(
+        "encoders"
+    ),
+) -> int:
     """Align two encoders, search for each query, write one page, and return the exit status."""
     begin = time.monotonic()
-    encoders = fetch_encoders(folder)
+    fetch_encoders(encoders)
     searched, queries = data or "data/emoji/noto", QUERIES
     if data is None:
         prepare_emoji("data/emoji")
@@ -83,4 +76,4 @@ def run(data: str | None, out: Path, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(demo_search))

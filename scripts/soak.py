@@ -1,6 +1,6 @@
 """Kills trainings and commands at random moments, calls them again, and compares their files with those of undisturbed calls.
 
-    python -m scripts.soak --kills 60 --minutes 30 [--seed 0] [--targets train-2 search align]
+    python -m scripts.soak --kills 60 --minutes 30 [--seed 0] [train-2 search align]
 
 Each target runs in a session of its own, in forks of this process: Python and torch start once. A training has dropout, mixup,
 a loader worker, step checkpoints and one or two ranks under a launcher. They meet over gloo and end with their launcher, as
@@ -17,7 +17,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: bit-equal sums, and many processes on few cores
 
-import argparse
 import atexit
 import collections
 import contextlib
@@ -34,9 +33,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ from open_clip_zerovl.cli import main as zerovl
 from open_clip_zerovl.core.errors import DEFECT
 from open_clip_zerovl.shards.files import write_source
 from open_clip_zerovl.shards.tar import Sample
+from scripts.program import program
 from training.main import run_as_program
 
 LIMIT_SECONDS = 20.0  # a call must end within this time after a signal
@@ -359,14 +360,16 @@ def contents(out: Path, left_out: tuple[str, ...]) -> dict[str, str]:
 class Soak:
     """Kills calls of the targets in turn until enough kills are done or the time is over."""
 
-    def __init__(self, home: Path, options: argparse.Namespace) -> None:
-        self.home, self.options = home, options
+    def __init__(
+        self, home: Path, targets: Sequence[str], kills: int, minutes: float, seed: int
+    ) -> None:
+        self.home, self.most, self.minutes = home, kills, minutes
         # the same folder for all calls of a target: its name may stand in the files
-        self.out = {name: home / f"out-{name.replace(' ', '-')}" for name in options.targets}
-        self.dice, self.begin = random.Random(options.seed), time.monotonic()
+        self.out = {name: home / f"out-{name.replace(' ', '-')}" for name in targets}
+        self.dice, self.begin = random.Random(seed), time.monotonic()
         self.kills: collections.Counter[tuple[str, str]] = collections.Counter()
         # kinds of kills still to come before any comes again
-        self.kinds: dict[str, list[str]] = {name: [] for name in options.targets}
+        self.kinds: dict[str, list[str]] = {name: [] for name in targets}
         self.slowest: dict[str, float] = collections.defaultdict(float)
         self.compared, self.equal, self.refused = 0, 0, 0
         self.faults: list[str] = []
@@ -403,8 +406,8 @@ class Soak:
 
     def is_over(self) -> bool:
         return (
-            sum(self.kills.values()) >= self.options.kills
-            or time.monotonic() > self.begin + 60 * self.options.minutes
+            sum(self.kills.values()) >= self.most
+            or time.monotonic() > self.begin + 60 * self.minutes
         )
 
     def compare(self, name: str, whole: dict[str, str]) -> None:
@@ -478,26 +481,26 @@ class Soak:
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=30, help="kill no call after this time")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    options = parser.parse_args()
+def soak(
+    targets: A[tuple[str, ...], "of " + ", ".join(TARGETS) + " (default: all)", "TARGET"] = (),
+    /,
+    *,
+    kills: A[int, "kills, at most"] = 100,
+    minutes: A[float, "kill no call after this time"] = 30,
+    seed: int = 0,
+) -> int:
+    """Kill the targets, print the counts, and return the exit status."""
     # Not a TemporaryDirectory: each fork would remove it at its end.
     home = Path(tempfile.mkdtemp(prefix="soak-"))
     try:
         write_inputs(home)
-        soak = Soak(home, options)
-        soak.run()
+        done = Soak(home, targets or tuple(TARGETS), kills, minutes, seed)
+        done.run()
     finally:
         shutil.rmtree(home)
-    print(soak.report())
-    return int(bool(soak.faults))
+    print(done.report())
+    return int(bool(done.faults))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(soak))

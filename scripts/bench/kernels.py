@@ -15,7 +15,7 @@ seen with its inputs and outputs. A view is no kernel. It prints this release's 
 
 from __future__ import annotations
 
-import argparse
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 from unittest import mock
 
@@ -38,6 +39,7 @@ from open_clip_zerovl.data import images as images_module
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss
 from scripts.bench.harness import build, register
+from scripts.program import program
 from support.fake_cuda import fake_cuda, to_fake_cuda
 
 CONTEXT = 25  # tokens
@@ -259,17 +261,13 @@ def row_of(name: str, micro_batch: int) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--micro-batch", type=int, default=512)
-    args = parser.parse_args()
+def kernels(*, micro_batch: A[int, "samples", "B"] = 512) -> None:
+    """Count this release's row, and print it as CSV."""
     with tempfile.TemporaryDirectory() as scratch:
-        row = row_of(register("ViT-B-16+BERT-base", 0.1, Path(scratch)), args.micro_batch)
+        row = row_of(register("ViT-B-16+BERT-base", 0.1, Path(scratch)), micro_batch)
     print(",".join(row))
     print(",".join(row.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(kernels))

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.files import write_source
 from open_clip_zerovl.shards.tar import Sample
 from scripts.bench.harness import write, write_bert
+from scripts.program import program
 from scripts.tables import markdown_table
 
 NEEDED_PER_SECOND = 3300  # samples that eight GPUs take in the paper's recipe
@@ -111,6 +113,9 @@ def stock(shards: str, work: Work, workers: int) -> Iterator[Any]:
     return iter(get_wds_dataset(args, work.transform, True, tokenizer=tokenizer).dataloader)
 
 
+LOADERS: dict[str, Callable[..., Iterator[Any]]] = {"open_clip": stock, "ours": ours}
+
+
 def floor(encoded: list[bytes], transform: Any) -> float:
     """Pictures a CPU second that decoding and the transform allow, in this process."""
     shown, decode = pictures(split_normalize(transform)[0])
@@ -166,35 +171,31 @@ def _data(size: str, folder: Path, per_shard: int) -> tuple[list[bytes], str]:
     return encoded, f"{folder / size}/train-{{00000..{SHARDS - 1:05d}}}.tar"
 
 
-def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure the table of throughputs."""
-    kinds = _kinds(folder)
-    loaders: dict[str, Callable[..., Iterator[Any]]] = {
-        "open_clip": stock,
-        "ours": ours,
-    }
-    results: dict[str, Any] = {"batch_size": BATCH, "cores": os.cpu_count(), "rows": []}
-    for size in args.sizes.split(","):
-        encoded, shards = _data(size, folder, args.per_shard)
-        for kind, work in kinds.items():
-            for workers in map(int, args.workers.split(",")):
-                row = _row(args, loaders, shards, encoded, work, workers)
-                results["rows"].append({"size": size, "kind": kind, "workers": workers, **row})
-                print(*_cells(results["rows"][-1]), file=sys.stderr, flush=True)
-    return results
+def compare(
+    sizes: list[str], workers: list[int], seconds: float, repeats: int, per_shard: int, folder: Path
+) -> list[dict[str, Any]]:
+    """Measure the rows of the table."""
+    rows = []
+    for size in sizes:
+        encoded, shards = _data(size, folder, per_shard)
+        for kind, work in _kinds(folder).items():
+            for count in workers:
+                row = {"size": size, "kind": kind, "workers": count}
+                rows.append(row | _row(seconds, repeats, shards, encoded, work, count))
+                print(*_cells(rows[-1]), file=sys.stderr, flush=True)
+    return rows
 
 
 def _row(
-    args: argparse.Namespace, loaders: dict[str, Callable[..., Iterator[Any]]], shards: str, encoded: list[bytes], work: Work,
-    workers: int,
-) -> dict[str, Any]:  # fmt: skip
+    seconds: float, repeats: int, shards: str, encoded: list[bytes], work: Work, workers: int
+) -> dict[str, Any]:
     """Both loaders and the floor, in turns."""
-    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in LOADERS}
     floors = []
-    for repeat in range(args.repeats):
-        for name in list(loaders)[:: 1 if repeat % 2 == 0 else -1]:
-            batches = loaders[name](shards, work, workers)
-            rates[name].append(measure(batches, args.seconds, 4 * workers))
+    for repeat in range(repeats):
+        for name in list(LOADERS)[:: 1 if repeat % 2 == 0 else -1]:
+            batches = LOADERS[name](shards, work, workers)
+            rates[name].append(measure(batches, seconds, 4 * workers))
             del batches
         floors.append(floor(encoded, work.transform))
     row: dict[str, Any] = {
@@ -208,7 +209,7 @@ def _row(
     row["ratio_per_core"] = row["ours"]["per_core"] / row["open_clip"]["per_core"]
     row["ratio_per_second"] = row["ours"]["per_second"] / row["open_clip"]["per_second"]
     row["cores_needed"] = {
-        name: math.ceil(NEEDED_PER_SECOND / row[name]["per_core"]) for name in loaders
+        name: math.ceil(NEEDED_PER_SECOND / row[name]["per_core"]) for name in LOADERS
     }
     return row
 
@@ -222,47 +223,32 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def table(results: dict[str, Any]) -> str:
-    """Write the results in Markdown."""
-    header = [
-        "JPEG",
-        "work",
-        "workers",
-        "open_clip, samples/s (per core)",
-        "ours, samples/s (per core)",
-        "floor per core",
-    ]
-    header += [
-        "ratio per core",
-        "ratio in time",
-        f"cores for {NEEDED_PER_SECOND:,} samples/s: open_clip, ours",
-    ]
-    return markdown_table(header, list(map(_cells, results["rows"])))
+HEADER = (
+    "JPEG", "work", "workers", "open_clip, samples/s (per core)", "ours, samples/s (per core)", "floor per core",
+    "ratio per core", "ratio in time", f"cores for {NEEDED_PER_SECOND:,} samples/s: open_clip, ours",
+)  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--sizes", default="384x256,640x480,1280x854", help="of the JPEGs, in pixels"
-    )
-    parser.add_argument("--workers", default="1,2,4", help="loader processes")
-    parser.add_argument("--seconds", type=float, default=3, help="of each measurement")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="measurements of each loader, interleaved"
-    )
-    parser.add_argument(
-        "--per-shard", type=int, default=400, help="samples in each of the 8 shards"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    args = parser.parse_args()
+def loader(
+    *,
+    sizes: A[str, "of the JPEGs, in pixels"] = "384x256,640x480,1280x854",
+    workers: A[str, "loader processes"] = "1,2,4",
+    seconds: A[float, "of each measurement"] = 3,
+    repeats: A[int, "measurements of each loader, interleaved"] = 3,
+    per_shard: A[int, "samples in each of the 8 shards"] = 400,
+    out: A[Path | None, "all numbers; the table goes into FILE.md", "FILE.json"] = None,
+) -> None:
+    """Measure both loaders, and print the table."""
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
+    kinds_of_workers = list(map(int, workers.split(",")))
     with tempfile.TemporaryDirectory() as folder:
-        results = compare(args, Path(folder))
-    write(results, table(results), args.out)
+        rows = compare(
+            sizes.split(","), kinds_of_workers, seconds, repeats, per_shard, Path(folder)
+        )
+    results = {"batch_size": BATCH, "cores": os.cpu_count(), "rows": rows}
+    write(results, markdown_table(HEADER, list(map(_cells, rows))), out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(loader))

@@ -1,6 +1,6 @@
 """Give generated files to every function that reads files from outside, and count the outcomes.
 
-    python -m scripts.fuzz.run [--examples 400] [--seconds 30] [--kinds tar picture]
+    python -m scripts.fuzz.run [--examples 400] [--seconds 30] [tar picture]
 
 Hypothesis draws the files (`inputs`), the same ones at each run unless a `--seed` is given; `readers` are the functions that
 training and `zerovl` call. Each reading must work, end in a one-sentence error (`UserError`), or meet a bad sample, which is
@@ -9,7 +9,6 @@ replaced or reported. Anything else, such as a hang of 10 s or 2 GiB of memory, 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import json
@@ -17,20 +16,24 @@ import logging
 import os
 import resource
 import signal
+import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated as A
 
 import open_clip
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from open_clip_zerovl.core.errors import UserError, sentence_of
 from scripts.fuzz import inputs
 from scripts.fuzz.readers import BAD_SAMPLE, KINDS, Reader
+from scripts.program import program
 
 LIMIT_SECONDS = 10
 LIMIT_BYTES = 2 << 30  # a reader's memory, on top of the memory that the process already uses
@@ -139,7 +142,7 @@ def fuzz(
                 tally[kind, name, outcome] += 1
 
     if number is not None:
-        attempt = seed(number)(attempt)
+        attempt = seeded(number)(attempt)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
@@ -151,22 +154,20 @@ def fuzz(
             logging.disable(logging.NOTSET)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--examples", type=int, default=400, help="inputs of each kind")
-    parser.add_argument("--seconds", type=float, default=30, help="time for each kind of input")
-    parser.add_argument("--seed", type=int, help="draw other inputs than the fixed ones")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    options = parser.parse_args()
+def run(
+    kinds: A[tuple[str, ...], "of inputs (default: all)", "KIND"] = (),
+    /,
+    *,
+    examples: A[int, "inputs of each kind"] = 400,
+    seconds: A[float, "time for each kind of input"] = 30,
+    seed: A[int | None, "draw other inputs than the fixed ones"] = None,
+) -> None:
+    """Draw inputs of each kind, and print the counts of their outcomes as CSV."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="fuzz-home-") as home:
         prepare(Path(home))
-        for kind in options.kinds:
-            fuzz(
-                kind, tally, examples=options.examples, seconds=options.seconds, number=options.seed
-            )
+        for kind in kinds or KINDS:
+            fuzz(kind, tally, examples=examples, seconds=seconds, number=seed)
     print(",".join(("input", "read_by", *OUTCOMES)))
     for kind, name in dict.fromkeys((kind, name) for kind, name, _ in tally):
         counts = (str(tally[kind, name, outcome]) for outcome in OUTCOMES)
@@ -175,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(run))

@@ -16,14 +16,16 @@ Differences are to the first model. `--out` also writes bias.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated as A
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from tqdm import tqdm
 
 from open_clip_zerovl.api import name_models
 from open_clip_zerovl.checkpoints.encoder import Encoder
-from open_clip_zerovl.core.errors import UserError, ended
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.data.images import decode_image
 from open_clip_zerovl.data.reader import samples_of
@@ -44,13 +46,16 @@ from open_clip_zerovl.report.tables import text_table
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.tar import Sample
 from scripts.paper.bias_measures import (
-    SourceFeatures,
+    Pool,
     check_source_probe,
+    hits_of,
     log_p_by_query,
+    pools_of,
     probe_groups,
-    source_pools,
     source_probe_guesses,
+    units_of,
 )
+from scripts.program import program
 
 DRAWS = 1000
 BATCH_SAMPLES = 64
@@ -180,70 +185,57 @@ def encode(model: FrozenModel, pairs: Sequence[Pair], name: str) -> tuple[Tensor
     return torch.cat(images), torch.cat(texts)
 
 
-def _by_source(pairs: Sequence[Pair], images: Tensor, texts: Tensor) -> dict[str, SourceFeatures]:
-    rows: dict[str, list[int]] = {}
-    for row, pair in enumerate(pairs):
-        rows.setdefault(pair.source, []).append(row)
-    return {
-        name: SourceFeatures(
-            images[own],
-            texts[own],
-            [pairs[row].concept for row in own],
-            [pairs[row].held_out for row in own],
-        )
-        for name, own in rows.items()
-    }
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Numbers
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def measure(
-    features: Mapping[str, SourceFeatures],
+    pairs: Sequence[Pair],
+    images: Tensor,
+    texts: Tensor,
     logit_scale: float,
-    unseen: Mapping[str, SourceFeatures] | None = None,
     *,
+    trained: int | None = None,
     seed: int = 0,
 ) -> dict[str, tuple[Measure, float]]:
     """Measure one model.
 
     Args:
-        features: source -> its pairs, two sources or more.
+        pairs: of two sources or more, those of one source one after the other.
+        images, texts: (N, D) its features of them.
         logit_scale: the factor `model.logit_scale.exp()`.
-        unseen: sources that were in no training.
+        trained: pairs of sources of the training, which come first; None for all.
         seed: seed of the probe's folds.
 
     Returns:
         kind -> its number as a function of the drawn units, and that of a model that guesses.
 
     Raises:
-        UserError: what `source_pools`, the probe and log p refuse.
+        UserError: a probe that does not converge.
     """
-    pools = source_pools(features, unseen)
-    units, unit = pools.units, pools.unit_of
+    source, concepts = [pair.source for pair in pairs], [pair.concept for pair in pairs]
+    unit = units_of(concepts)
+    units = int(unit.max()) + 1
+    by_kind: dict[str, list[Pool]] = {}
+    for pool in pools_of(source, concepts, [pair.held_out for pair in pairs], trained):
+        by_kind.setdefault(pool.kind, []).append(pool)
     measures = {}
-    for kind, of_kind in pools.kinds.items():
-        terms = []
-        for pool in of_kind.values():
-            terms += [(pool.image_units, pool.images), (pool.text_units, pool.texts)]
-        chance = fmean(pool.chance for pool in of_kind.values())
-        measures[kind] = mean_over(terms, units, 100 / len(of_kind)), chance
-    rows = {name: pairs.held_out_rows() for name, pairs in features.items()}
-    images = torch.cat([pairs.image_features[rows[name]] for name, pairs in features.items()])
-    texts = torch.cat([pairs.text_features[rows[name]] for name, pairs in features.items()])
-    sources = [name for name in features for _ in rows[name]]
-    groups = probe_groups(
-        [pairs.concepts[row] for name, pairs in features.items() for row in rows[name]]
-    )
-    for kind, embeddings in (("probe_images", images), ("probe_texts", texts)):
-        guesses = source_probe_guesses(embeddings, sources, concepts=groups, seed=seed)
-        chance = 100 * max(len(own) for own in rows.values()) / len(unit)
+    for kind, pools in by_kind.items():
+        terms, chances = zip(*(hits_of(pool, images, texts, unit) for pool in pools), strict=True)
+        of_kind = list(chain.from_iterable(terms))
+        measures[kind] = mean_over(of_kind, units, 100 / len(pools)), fmean(chances)
+    rows = list(by_kind["mixed"][0].images)  # the held-out pairs
+    source, unit = [source[row] for row in rows], unit[rows]
+    groups = probe_groups([concepts[row] for row in rows])
+    chance = 100 * max(Counter(source).values()) / len(rows)
+    for kind, features in (("probe_images", images), ("probe_texts", texts)):
+        guesses = source_probe_guesses(features[rows], source, concepts=groups, seed=seed)
         measures[kind] = mean_over([(unit, torch.from_numpy(guesses))], units, 100.0), chance
-    log_p = log_p_by_query(images, texts, sources, logit_scale).sum(dim=1)  # over both directions
+    # over both directions
+    log_p = log_p_by_query(images[rows], texts[rows], source, logit_scale).sum(dim=1)
     for group, kind in enumerate(("log_p_same", "log_p_other")):
-        measures[kind] = mean_over([(unit, log_p[:, group])], units), -math.log(len(unit))
+        measures[kind] = mean_over([(unit, log_p[:, group])], units), -math.log(len(rows))
     return measures
 
 
@@ -299,80 +291,64 @@ def cells_of(row: Mapping[str, Any]) -> list[str]:
     return cells
 
 
-def bias(options: argparse.Namespace) -> None:
+def bias(
+    *given: A[str, "as for zerovl retrieval", "[NAME=]MODEL"],
+    data: A[str, "of the training", "NAME=SHARDS::..."],
+    unseen: A[str | None, "sources of no training", "NAME=SHARDS::..."] = None,
+    concept: A[
+        str | None, "json field or column by which pairs match across sources", "FIELD"
+    ] = None,
+    held_out: A[
+        str | None,
+        "field that is true for held-out pairs; captions of other pairs serve in RSUM across alone",
+        "FIELD",
+    ] = None,
+    samples: A[int, "pairs of each source, at most", "N"] = 1000,
+    draws: A[int, "of concepts, for the intervals", "N"] = DRAWS,
+    seed: A[int, "of draws and folds"] = 0,
+    out: A[Path | None, "folder for bias.json", "DIR"] = None,
+    device: str = "auto",
+) -> None:
     """Measure, print, and write what `--out` asks for.
 
     Raises:
         UserError: data or a model that cannot be read or do not fit.
     """
-    models = {
-        name: Encoder(path, device=options.device)
-        for name, path in name_models(options.models).items()
-    }
+    models = {name: Encoder(path, device=device) for name, path in name_models(given).items()}
     for encoder in models.values():
         encoder.check()
-    sources = parse_sources(options.data, evaluation=True, split="test")
-    unseen = parse_sources(options.unseen, evaluation=True, split="test") if options.unseen else ()
+    sources = parse_sources(data, evaluation=True, split="test")
+    others = parse_sources(unseen, evaluation=True, split="test") if unseen else ()
     if len(sources) < 2:
         raise UserError(
-            f"--data {options.data!r} names one source; name those that the models were trained on: a=SHARDS::b=SHARDS"
+            f"--data {data!r} names one source; name those that the models were trained on: a=SHARDS::b=SHARDS"
         )
-    seen = read_pairs(
-        sources, options.samples, concept_field=options.concept, held_out_field=options.held_out
-    )
-    rest = read_pairs(unseen, options.samples, concept_field=options.concept)
-    held_out = [row for row, pair in enumerate(seen) if pair.held_out]
-    owners = [seen[row].source for row in held_out]
+    seen = read_pairs(sources, samples, concept_field=concept, held_out_field=held_out)
+    rest = read_pairs(others, samples, concept_field=concept)
+    kept = [pair for pair in seen if pair.held_out]
+    owners = [pair.source for pair in kept]
     if lacking := {source.name for source in sources} - {*owners}:
         raise UserError(f"source {min(lacking)} has no held-out pair; leave --held-out out")
-    check_source_probe(owners, probe_groups([seen[row].concept for row in held_out]))
+    check_source_probe(owners, probe_groups([pair.concept for pair in kept]))
     measured: dict[str, dict[str, tuple[Measure, float]]] = {}
     for name, encoder in models.items():
         model = FrozenModel.load(encoder)
         images, texts = encode(model, [*seen, *rest], name)
-        own = _by_source(seen, images[: len(seen)], texts[: len(seen)])
-        others = _by_source(rest, images[len(seen) :], texts[len(seen) :])
-        measured[name] = measure(own, model.logit_scale, others, seed=options.seed)
-    rows = rows_of(measured, draws=options.draws, seed=options.seed)
+        measured[name] = measure(
+            [*seen, *rest], images, texts, model.logit_scale, trained=len(seen), seed=seed
+        )
+    rows = rows_of(measured, draws=draws, seed=seed)
     first, *rest_names = models
     header = ["", "chance", *models, *(f"{name} - {first}" for name in rest_names)]
     print(text_table(header, list(map(cells_of, rows))))
     print(
-        f"Brackets: 95 % intervals over queries, from {options.draws:,} draws of concepts (a pair without one counts by "
+        f"Brackets: 95 % intervals over queries, from {draws:,} draws of concepts (a pair without one counts by "
         "itself). Another seed of training may turn any difference."
     )
-    if options.out is not None:
-        write_atomically(options.out / "bias.json", json.dumps(rows, indent=1) + "\n")
-        print(f"Written: {options.out / 'bias.json'}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL")
-    parser.add_argument("--data", required=True, metavar="NAME=SHARDS::...", help="of the training")
-    parser.add_argument("--unseen", metavar="NAME=SHARDS::...", help="sources of no training")
-    parser.add_argument(
-        "--concept",
-        metavar="FIELD",
-        help="json field or column by which pairs match across sources",
-    )
-    parser.add_argument(
-        "--held-out",
-        metavar="FIELD",
-        help="field that is true for held-out pairs; captions of other pairs serve in RSUM across alone",
-    )
-    parser.add_argument(
-        "--samples", type=int, default=1000, metavar="N", help="pairs of each source, at most"
-    )
-    parser.add_argument("--draws", type=int, default=DRAWS, metavar="N")
-    parser.add_argument("--seed", type=int, default=0, help="of draws and folds")
-    parser.add_argument("--out", type=Path, metavar="DIR")
-    parser.add_argument("--device", default="auto")
-    options = parser.parse_args(argv)
-    return ended(lambda: bias(options), "bias.py")
+    if out is not None:
+        write_atomically(out / "bias.json", json.dumps(rows, indent=1) + "\n")
+        print(f"Written: {out / 'bias.json'}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(bias))

@@ -4,9 +4,9 @@
   negative pair in eq. 3. The lower its mean, the less such pairs contribute to the gradient: a model that tells sources apart
   pushes the negatives of other sources down without learning their content.
 - `source_probe_guesses`: figure 3 shows embeddings that separate by source; a linear probe measures how far they do.
-- `source_pools`: retrieval within one source, across two, over all, and in sources that no training has seen.
+- `pools_of`: retrieval within one source, across two, over all, and in sources that no training has seen.
 
-Legend: `N` pairs, `B` pairs of one batch, `n` pairs of one source, `Q` queries of one direction, `D` width, `U` units.
+Legend: `N` pairs, `B` pairs of one batch, `Q` queries of one direction, `D` width, `U` units.
 A unit is drawn as a whole when queries are resampled: all pairs of one concept, or a pair without a concept. Features are
 L2-normalised, float, on any device; row i of images and row i of texts are a pair.
 """
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ FOLDS = 5
 
 
 def source_probe_guesses(
-    features: Tensor | np.ndarray,
+    features: Tensor,
     source: Sequence[Any],
     *,
     concepts: Sequence[Any] | None = None,
@@ -106,8 +107,7 @@ def source_probe_guesses(
         seed: seed of the folds.
 
     Raises:
-        UserError: fewer than two sources, a source with fewer samples or concepts than folds, or a probe that does not
-            converge.
+        UserError: a probe that does not converge.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -115,11 +115,7 @@ def source_probe_guesses(
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    x = np.asarray(
-        features.detach().cpu() if isinstance(features, Tensor) else features, dtype=np.float64
-    )
-    y = np.asarray(source)
-    check_source_probe(y.tolist(), concepts)
+    x, y = features.double().cpu().numpy(), np.asarray(source)
     splits = (StratifiedKFold if concepts is None else StratifiedGroupKFold)(
         FOLDS, shuffle=True, random_state=seed
     )
@@ -166,30 +162,6 @@ def probe_groups(concepts: Sequence[str | None]) -> list[str] | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SourceFeatures:
-    """The pairs of one source.
-
-    Attributes:
-        image_features, text_features: (n, D), L2-normalised.
-        concepts: (n,) concept of each pair, None for a pair that shares it with no other; pairs of two sources with the same
-            concept are matches.
-        held_out: (n,) whether the pair was kept out of training.
-
-    Raises:
-        UserError: lengths that differ.
-    """
-
-    image_features: Tensor
-    text_features: Tensor
-    concepts: Sequence[str | None]
-    held_out: Sequence[bool]
-
-    def held_out_rows(self) -> list[int]:
-        """Rows of the held-out pairs."""
-        return [row for row, held_out in enumerate(self.held_out) if held_out]
-
-
 def ranks_by_label(
     queries: Tensor, keys: Tensor, query_labels: Tensor, key_labels: Tensor
 ) -> QueryRanks:
@@ -213,43 +185,28 @@ def ranks_by_label(
 
 
 @dataclass(frozen=True)
-class PoolHits:
-    """The hits of one pool.
+class Pool:
+    """Pictures and captions in which to search for each other.
 
     Attributes:
-        images, texts: (Q,) of each image query and each text query, the sum over K = 1, 5, 10 of the probability that a match
-            is among the K best (0 to 3; without ties whole numbers).
-        image_units, text_units: (Q,) the unit of each query.
-        chance: RSUM of random orders.
+        kind: "within", "across", "mixed" or "unseen".
+        images, texts: rows of the pairs whose pictures and captions are in it.
+        by_concept: whether all captions of a picture's concept are right, or the own pair's alone.
     """
 
-    images: Tensor
-    texts: Tensor
-    image_units: Tensor
-    text_units: Tensor
-    chance: float
+    kind: str
+    images: Sequence[int]
+    texts: Sequence[int]
+    by_concept: bool = False
 
 
-@dataclass(frozen=True)
-class SourcePools:
-    """All pools of some sources.
-
-    Attributes:
-        kinds: `within`, `across`, `mixed` and `unseen` -> pools by name; a kind without pools is left out. The names are the
-            source, "image source->text source", "mixed", the unseen source.
-        units: number of units U.
-        unit_of: (rows,) unit of each held-out pair of all sources, in their order: the rows of the mixed pool.
-    """
-
-    kinds: Mapping[str, Mapping[str, PoolHits]]
-    units: int
-    unit_of: Tensor
-
-
-def source_pools(
-    features: Mapping[str, SourceFeatures], unseen: Mapping[str, SourceFeatures] | None = None
-) -> SourcePools:
-    """Rank all queries of all pools.
+def pools_of(
+    source: Sequence[str],
+    concepts: Sequence[str | None],
+    held_out: Sequence[bool],
+    trained: int | None = None,
+) -> list[Pool]:
+    """List the pools of some pairs.
 
     - `within`: the held-out pairs of one source. Only the content tells them apart.
     - `across`: held-out pictures of one source, with the captions that another source has of the same concepts; only pairs of
@@ -258,67 +215,60 @@ def source_pools(
     - `mixed`: the held-out pairs of all sources in one pool; only the own pair is right, also where another source has the
       concept. A model that knows the query's source has to search one S-th of the pool only, so this rewards source bias: it
       can fall while the model gets better.
-    - `unseen`: the held-out pairs of each of `unseen`.
+    - `unseen`: the pairs of each source of no training.
+
+    Args:
+        source, concepts, held_out: (N,) of each pair; None is a concept that no other pair has.
+        trained: pairs of sources of the training, which come first; None for all.
     """
-    every = [*features.items(), *(unseen or {}).items()]
-    number: dict[Any, int] = {}  # of units
-    units: dict[str, Tensor] = {}  # (n,) of each source
-    held_out: dict[str, tuple[Tensor, ...]] = {}  # images, texts, units
-    for name, pairs in every:
-        keys = [
-            (name, row) if concept is None else concept
-            for row, concept in enumerate(pairs.concepts)
-        ]
-        units[name] = torch.tensor(
-            [number.setdefault(key, len(number)) for key in keys], dtype=torch.long
-        )
-        rows = pairs.held_out_rows()
-        own = pairs.image_features[rows], pairs.text_features[rows], units[name][rows]
-        held_out[name] = own
-    across = {}
-    for name, pairs in features.items():
-        for partner, other in features.items():
-            asked = {pairs.concepts[row] for row in pairs.held_out_rows()} & set(other.concepts) - {
-                None
-            }
-            if partner != name and asked:
-                mine = [row for row in pairs.held_out_rows() if pairs.concepts[row] in asked]
-                theirs = [row for row, concept in enumerate(other.concepts) if concept in asked]
-                # The unit of a pair with a concept is that of the concept, in all sources.
-                labels = units[name][mine], units[partner][theirs]
-                across[f"{name}->{partner}"] = _pool(
-                    pairs.image_features[mine], other.text_features[theirs], *labels
-                )
-    mixed = tuple(map(torch.cat, zip(*(held_out[name] for name in features), strict=True)))
-    kinds = {
-        "within": {name: _own_pairs(*held_out[name]) for name in features},
-        "across": across,
-        "mixed": {"mixed": _own_pairs(*mixed)},
-        "unseen": {name: _own_pairs(*held_out[name]) for name in unseen or {}},
-    }
-    return SourcePools(
-        {kind: pools for kind, pools in kinds.items() if pools}, len(number), mixed[2]
-    )
+    every: dict[str, list[int]] = {}
+    for row, name in enumerate(source[:trained]):
+        every.setdefault(name, []).append(row)
+    held = {name: [row for row in rows if held_out[row]] for name, rows in every.items()}
+    pools = [Pool("within", rows, rows) for rows in held.values()]
+    for name, partner in permutations(every, 2):
+        there = {concepts[row] for row in every[partner]} - {None}
+        mine = [row for row in held[name] if concepts[row] in there]
+        asked = {concepts[row] for row in mine}
+        theirs = [row for row in every[partner] if concepts[row] in asked]
+        pools += [Pool("across", mine, theirs, by_concept=True)] * bool(mine)
+    mixed = [row for rows in held.values() for row in rows]
+    pools.append(Pool("mixed", mixed, mixed))
+    rest = range(len(source))[len(source) if trained is None else trained :]
+    for name in dict.fromkeys(source[row] for row in rest):
+        rows = [row for row in rest if source[row] == name]
+        pools.append(Pool("unseen", rows, rows))
+    return pools
 
 
-def _own_pairs(images: Tensor, texts: Tensor, units: Tensor) -> PoolHits:
-    """Rank a pool in which the own pair is right."""
-    labels = torch.arange(len(images))
-    return replace(_pool(images, texts, labels, labels), image_units=units, text_units=units)
+def units_of(concepts: Sequence[str | None]) -> Tensor:
+    """Number the units (N,) of pairs in the order of their first rows."""
+    numbers: dict[str | int, int] = {}
+    keys = (row if concept is None else concept for row, concept in enumerate(concepts))
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
-def _pool(images: Tensor, texts: Tensor, image_labels: Tensor, text_labels: Tensor) -> PoolHits:
-    """Rank a pool in which all items of the query's label are right, and labels are the units."""
-    ways = ((images, texts, image_labels, text_labels), (texts, images, text_labels, image_labels))
-    hits, ties = [], {}
-    for name, (queries, keys, labels, key_labels) in zip(DIRECTIONS, ways, strict=True):
-        hits.append(
-            hit_probabilities(ranks_by_label(queries, keys, labels, key_labels), RECALL_KS).sum(
-                dim=0
-            )
-        )
-        matches = torch.bincount(key_labels, minlength=int(labels.max()) + 1)[labels]  # (Q,)
-        ties[name] = QueryRanks(
-            torch.zeros_like(matches), torch.full_like(matches, len(keys)), matches
-        )
-    return PoolHits(hits[0], hits[1], image_labels, text_labels, recalls(ties)["rsum"])
+def hits_of(
+    pool: Pool, image_features: Tensor, text_features: Tensor, units: Tensor
+) -> tuple[list[tuple[Tensor, Tensor]], float]:
+    """Rank all queries of a pool.
+
+    Args:
+        image_features, text_features, units: (N, D), (N, D) and (N,) of all pairs.
+
+    Returns:
+        For the image queries and for the text queries their units (Q,) and hits (Q,), and the RSUM of random orders. A hit is
+        the sum over K = 1, 5, 10 of the probability that a match is among the K best (0 to 3, without ties a whole number).
+    """
+    labels = units if pool.by_concept else torch.arange(len(units))
+    images, texts = ((rows, features[rows]) for rows, features in
+                     ((pool.images, image_features), (pool.texts, text_features)))  # fmt: skip
+    terms, ties = [], {}
+    ways = zip(DIRECTIONS, (images, texts), (texts, images), strict=True)
+    for name, (rows, queries), (key_rows, keys) in ways:
+        ranks = ranks_by_label(queries, keys, labels[rows], labels[key_rows])
+        terms.append((units[rows], hit_probabilities(ranks, RECALL_KS).sum(dim=0)))
+        matches = torch.bincount(labels[key_rows], minlength=len(units))[labels[rows]]  # (Q,)
+        none, all_ = torch.zeros_like(matches), torch.full_like(matches, len(keys))
+        ties[name] = QueryRanks(none, all_, matches)
+    return terms, recalls(ties)["rsum"]

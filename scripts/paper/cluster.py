@@ -14,7 +14,6 @@ goes on with the features that are missing.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
@@ -23,6 +22,7 @@ import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated as A
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from sklearn.cluster import MiniBatchKMeans
 from tqdm import tqdm
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
-from open_clip_zerovl.core.errors import UserError, ended
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import write_atomically
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import parse_sources
@@ -40,7 +40,7 @@ from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.features.sources import SourceSamples
 from open_clip_zerovl.shards.files import SIZES_FILE
 from open_clip_zerovl.shards.tar import Sample, read_samples
-from scripts.paper.context_bias import shards_of
+from scripts.program import program
 
 BATCH_SAMPLES = 256
 PASSES = 10  # of k-means over the features
@@ -168,6 +168,19 @@ def write_clusters(
     return folders
 
 
+def shards_of(folder: Path) -> list[Path]:
+    """List the shards of a folder in order.
+
+    Raises:
+        UserError: there are none.
+    """
+    if shards := sorted(folder.glob("*.tar")) or sorted(folder.glob("train/*.tar")):
+        return shards
+    raise UserError(
+        f"{folder} holds no shards; zerovl data public cc12m --out {folder} writes them"
+    )
+
+
 def cluster(
     model: FrozenModel,
     source: Path,
@@ -218,33 +231,24 @@ def cluster(
     return train_data
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="as for zerovl retrieval")
-    parser.add_argument("source", type=Path, help="folder of the source's shards")
-    parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--clusters", type=int, default=100, metavar="K")
-    parser.add_argument(
-        "--min-size", type=int, default=1, metavar="N",
-        help="move the samples of clusters below N samples to the nearest other ones; N is the effective batch",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of k-means")
-    options = parser.parse_args(argv)
-
-    def run() -> None:
-        cluster(
-            FrozenModel.load(Encoder(options.model)),
-            options.source,
-            options.out,
-            clusters=options.clusters,
-            min_size=options.min_size,
-            seed=options.seed,
-        )
-
-    return ended(run, "cluster.py")
+def cluster_source(
+    model: A[str, "as for zerovl retrieval", "MODEL"],
+    source: A[Path, "folder of the source's shards", "SOURCE"],
+    out: A[Path, "folder to write", "OUT"],
+    /,
+    *,
+    clusters: A[int, "clusters", "K"] = 100,
+    min_size: A[
+        int,
+        "move the samples of clusters below N samples to the nearest other ones; N is the effective batch",
+        "N",
+    ] = 1,
+    seed: A[int, "of k-means"] = 0,
+) -> None:
+    """Cluster a source by the features of a model."""
+    loaded = FrozenModel.load(Encoder(model))
+    cluster(loaded, source, out, clusters=clusters, min_size=min_size, seed=seed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(cluster_source))

@@ -19,15 +19,15 @@ open_clip builds a timm ViT at the size of its name only. Weights for another si
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated as A
+from typing import Any, Literal
 
 import open_clip
 import timm
@@ -48,7 +48,7 @@ from open_clip_zerovl.checkpoints.export import (
 from open_clip_zerovl.checkpoints.loading import ModelSpec
 from open_clip_zerovl.checkpoints.transformers_towers import as_native_vit
 from open_clip_zerovl.checkpoints.weights import read_state_dict
-from open_clip_zerovl.core.errors import UserError, ended
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.configs import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -56,6 +56,7 @@ from open_clip_zerovl.models.configs import (
     no_code_from_data,
 )
 from open_clip_zerovl.models.text_towers import TowerModel
+from scripts.program import program
 
 log = logging.getLogger(__name__)
 
@@ -403,44 +404,39 @@ def _compare(
             log.info("verified: %s embeddings differ by %.1e at most.", name, difference)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def convert(
+    checkpoint: A[Path, "the released .pth, or an epoch_N.pt", "CHECKPOINT"],
+    out_dir: A[Path, "folder to write", "OUT"],
+    /,
+    *,
+    image_model: A[str, "timm's name of the ViT", "NAME"],
+    text_model: A[str, "its config and tokenizer", "NAME_OR_DIR"],
+    image_size: A[int | None, "side of the images (default: as trained)", "PX"] = None,
+    normalization: A[
+        Literal["imagenet", "half"],
+        "mean and deviation: imagenet for the released 14M weights, half (0.5) for 100M",
+    ] = "imagenet",
+    verify: A[bool, "compare embeddings with the checkpoint's towers"] = False,
+    force: A[bool, "replace an earlier export"] = False,
+) -> None:
+    """Convert a checkpoint, and say how the folder is loaded."""
+    folder = convert_checkpoint(
+        checkpoint,
+        out_dir,
+        image_model=image_model,
+        text_model=text_model,
+        image_size=image_size,
+        normalization=normalization,
+        verify=verify,
+        force=force,
     )
-    parser.add_argument("checkpoint", type=Path, help="the released .pth, or an epoch_N.pt")
-    parser.add_argument("out_dir", type=Path, help="folder to write")
-    parser.add_argument(
-        "--image-model", required=True, metavar="NAME", help="timm's name of the ViT"
+    print(
+        f"Converted{', verified' * verify}. Load it with "
+        f"open_clip.create_model_and_transforms('local-dir:{folder}').",
+        *loading_notes(folder),
+        sep="\n",
     )
-    parser.add_argument(
-        "--text-model", required=True, metavar="NAME_OR_DIR", help="its config and tokenizer"
-    )
-    parser.add_argument(
-        "--image-size", type=int, metavar="PX", help="side of the images (default: as trained)"
-    )
-    parser.add_argument(
-        "--normalization",
-        choices=tuple(NORMALIZATIONS),
-        default="imagenet",
-        help="mean and deviation: imagenet for the released 14M weights, half (0.5) for 100M",
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="compare embeddings with the checkpoint's towers"
-    )
-    parser.add_argument("--force", action="store_true", help="replace an earlier export")
-    options = parser.parse_args(argv)
-
-    def run() -> None:
-        folder = convert_checkpoint(**vars(options))
-        print(
-            f"Converted{', verified' * options.verify}. Load it with "
-            f"open_clip.create_model_and_transforms('local-dir:{folder}').",
-            *loading_notes(folder),
-            sep="\n",
-        )
-
-    return ended(run, "convert.py")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(convert))

@@ -11,7 +11,7 @@ batch.
 DATA is a set of `zerovl linear-probe`, such as a folder of class folders (ImageNet), or one of Tables 11 and 12 as its authors
 publish it; nothing is downloaded:
 
-    food101:DIR  pets:DIR  aircraft:DIR  places365:DIR  inat2021:DIR      as torchvision lays them out
+    food101:DIR  pets:DIR  aircraft:DIR  places365:DIR      as torchvision lays them out
     cub:DIR                     CUB-200-2011 with its images.txt and train_test_split.txt (torchvision does not know it)
     inat17:DIR                  iNaturalist 2017 with its train2017.json and val2017.json (torchvision knows no split of it)
 
@@ -20,7 +20,6 @@ Legend: `N` images, `B` effective batch, `b` images of one micro-batch, `F` widt
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -29,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
-from open_clip_zerovl.core.errors import UserError, ended
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable, digest_of, save_atomically, write_atomically
+from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.core.randomness import Purpose, stream_seed
 from open_clip_zerovl.data.images import image_transform_train, paper_transform_of
 from open_clip_zerovl.data.sets import (
@@ -59,6 +60,7 @@ from open_clip_zerovl.evaluate.probe import (
 from open_clip_zerovl.features.embed import picture_features
 from open_clip_zerovl.features.encoder import FrozenModel, tower_before_projection
 from open_clip_zerovl.recipe.optimizer import warmup_cosine
+from scripts.program import program
 
 MOMENTUM = 0.9
 TRUST_COEFFICIENT = 0.001
@@ -71,21 +73,15 @@ class Settings:
 
     A batch larger than the training set is cut to the training set. The learning rate is not scaled with the batch: LARS scales
     a step to the norm of the weights, whatever the norm of the gradient.
-
-    Attributes:
-        lr: at the end of the warm-up.
-        seed: of the order, the augmentation and the initial weights.
-        micro_batch: images in the tower at once.
-        workers: loader processes; 0 reads in this one.
     """
 
-    epochs: int = 90
-    batch_size: int = 16_384
-    lr: float = 6.4
-    weight_decay: float = 0.0
-    seed: int = 0
-    micro_batch: int = 256
-    workers: int = 0
+    epochs: int = flag(90)
+    batch_size: int = flag(16_384)
+    lr: float = flag(6.4, "at the end of the warm-up")
+    weight_decay: float = flag(0.0, option="--wd")
+    seed: int = flag(0, "of the order, the augmentation and the initial weights")
+    micro_batch: int = flag(256, "images in the tower at once")
+    workers: int = flag(0, "loader processes; 0 reads in this one")
 
 
 @torch.no_grad()
@@ -269,14 +265,6 @@ def _torchvision(
     return listing
 
 
-def _inat2021(root: Path, role: str) -> Listing:
-    version = "2021_train" if role == "train" else "2021_valid"
-    opened = tvd.INaturalist(str(root), version=version, download=False)
-    labels = [opened.all_categories[category] for category, _ in opened.index]
-    names = [name for _, name in opened.index]
-    return [Path(opened.root, *place) for place in zip(labels, names, strict=True)], labels
-
-
 def _inat17(root: Path, role: str) -> Listing:
     annotations = root / ("train2017.json" if role == "train" else "val2017.json")
     content = json.loads(annotations.read_text(encoding="utf-8"))
@@ -317,7 +305,6 @@ _DATASETS: dict[str, Callable[[Path, str], Listing]] = {
     "places365": _torchvision(
         tvd.Places365, "train-standard", "val", "imgs", "targets", small=True
     ),
-    "inat2021": _inat2021,
     "inat17": _inat17,
 }
 
@@ -356,23 +343,32 @@ def open_set(spec: str, role: str) -> IndexedSet:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def probe(options: argparse.Namespace) -> dict[str, Any]:
+def probe(
+    model: A[str, "as for zerovl retrieval", "MODEL"],
+    /,
+    *,
+    train: A[str, "of the forms above", "DATA"],
+    test: A[str, "likewise", "DATA"],
+    out: A[Path, "folder of the results", "DIR"],
+    settings: Settings,
+    device: str = "auto",
+    amp: A[bool, "run the tower in bf16"] = False,
+) -> None:
     """Probe a model, print a row, and write `linear_probe.json` into `--out`.
 
     Raises:
         UserError: data or a model that cannot be read or do not fit, an `--out` that cannot be written.
     """
-    settings = Settings(**{name: getattr(options, name) for name in Settings.__annotations__})
-    check_writable(options.out, folder=True)
-    train_set, test_set = open_set(options.train, "train"), open_set(options.test, "test")
+    check_writable(out, folder=True)
+    train_set, test_set = open_set(train, "train"), open_set(test, "test")
     classes = class_list(train_set, test_set)
-    loaded, _, _, device = Encoder(options.model, device=options.device).load()
+    loaded, _, _, there = Encoder(model, device=device).load()
     tower = tower_before_projection(loaded.visual).eval()
-    model = probed_model(tower, paper_transform_of(loaded.visual), device=device, amp=options.amp)
+    frozen = probed_model(tower, paper_transform_of(loaded.visual), device=there, amp=amp)
     features = picture_features(
-        model,
+        frozen,
         test_set,
-        options.out / "features",
+        out / "features",
         batch_size=settings.micro_batch,
         workers=settings.workers,
         name="test",
@@ -384,16 +380,16 @@ def probe(options: argparse.Namespace) -> dict[str, Any]:
         side, config["mean"], config["std"], area=(0.08, 1.0), auto_augment="imagenet"
     )
     head, history = train_lars(
-        probed_model(tower, augmentation, device=device, amp=options.amp),
+        probed_model(tower, augmentation, device=there, amp=amp),
         train_set,
         augmentation,
         classes,
         settings,
-        state_file=options.out / "state.pt",
+        state_file=out / "state.pt",
         evaluate=lambda head: accuracies(head_scores(head, features), targets)["top1"],
     )
     facts = {
-        "model": options.model,
+        "model": model,
         "train": {"path": train_set.path, "images": len(train_set)},
         "test": {"path": test_set.path, "images": len(test_set)},
         "feature_width": features.shape[1],
@@ -403,35 +399,9 @@ def probe(options: argparse.Namespace) -> dict[str, Any]:
     names = distinct_names({label: train_set.names.get(label, label) for label in classes})
     scored = accuracies(head_scores(head, features), targets, names)
     report = {**facts, "classes": len(names), **scored}
-    write_atomically(options.out / "linear_probe.json", json.dumps(report, indent=1) + "\n")
-    print(f"{probe_row(report)}\nWritten to {options.out}")
-    return report
-
-
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="as for zerovl retrieval")
-    parser.add_argument("--train", required=True, metavar="DATA", help="of the forms above")
-    parser.add_argument("--test", required=True, metavar="DATA")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR")
-    parser.add_argument("--epochs", type=int, default=Settings.epochs)
-    parser.add_argument("--batch-size", type=int, default=Settings.batch_size)
-    parser.add_argument("--lr", type=float, default=Settings.lr)
-    parser.add_argument("--wd", dest="weight_decay", type=float, default=Settings.weight_decay)
-    parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--micro-batch", type=int, default=Settings.micro_batch)
-    parser.add_argument("--workers", type=int, default=Settings.workers)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--amp", action="store_true", help="run the tower in bf16")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments().parse_args(argv)
-    return ended(lambda: probe(options), "probe.py")
+    write_atomically(out / "linear_probe.json", json.dumps(report, indent=1) + "\n")
+    print(f"{probe_row(report)}\nWritten to {out}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(probe))

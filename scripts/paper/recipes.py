@@ -14,20 +14,22 @@ cc12m, and web for 100M), and the retrieval sets coco and f30k, with their train
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated as A
+
+import yaml
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import CPU_MICRO_BATCH, gpu_memories, training_command
 from open_clip_zerovl.recipe.flags import Settings, as_arguments, parse_settings
-from scripts.paper.table import BASE, RECIPES, Recipe, described, find_recipe
+from scripts.program import program
 
 USABLE_SHARE = 0.83  # of a GPU's memory, for graphs and all else of a step
 PAPER_GPU_GIB = 32.0  # V100
@@ -45,6 +47,52 @@ ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "scripts" / "paper" / "train.sbatch"
 RETRIEVAL_SETS = ("coco", "f30k")
 FIVE_CAPTIONS = ("vg", "coco/train", "f30k/train")  # a picture; each is shown once an epoch
+
+
+NOT_GIVEN = "not given"
+MEASURED = ("I2T R@1", "I2T R@10", "T2I R@1", "T2I R@10")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run of the paper.
+
+    Attributes:
+        paper: where the paper reports it.
+        result: the paper's number, in the unit of `metric`.
+        effective_batch: N over all GPUs and DGA steps.
+        flags: those that differ from BASE (for a linear probe: all flags).
+        hardware, time: the paper's.
+        metric: what `result` measures.
+        sources: folders under DATA that it trains on.
+        samples: samples of the whole run, if the paper counts steps and not epochs.
+        dga: whether K may exceed 1; False needs GPUs that hold the batch.
+        needs: flags that have no default and must be given with --set.
+        finetuned_on: the retrieval set under DATA on which the run is scored.
+        recalls: the paper's on that set in percent, in the order of `MEASURED`.
+        program: "training", or "linear-probe" for `scripts.paper.probe`, whose two sources are its training and test set; one
+            source is a dataset that brings its split.
+    """
+
+    paper: str
+    result: str
+    effective_batch: int
+    flags: Mapping[str, str | None] = field(default_factory=dict)
+    hardware: str = NOT_GIVEN
+    time: str = NOT_GIVEN
+    metric: str = "RSUM of COCO 5K / Flickr30K 1K, zero-shot"
+    sources: Sequence[str] = ("sbu", "vg", "cc3m", "cc12m")
+    samples: int | None = None
+    dga: bool = True
+    needs: Sequence[str] = ()
+    finetuned_on: str | None = None
+    recalls: Sequence[float] = ()
+    program: str = "training"
+
+
+_TABLE = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+BASE: Mapping[str, str | None] = _TABLE["base"]
+RECIPES = {name: Recipe(**one) for name, one in _TABLE["recipes"].items()}
 
 
 @dataclass(frozen=True)
@@ -72,11 +120,55 @@ class Hardware:
         return self.ranks_per_node * self.nodes
 
 
+def find_recipe(name: str) -> str | None:
+    """Find a recipe by its name with or without the make targets' `train-`: "train-debiased" is `debiased`.
+
+    Returns:
+        None if there is none.
+    """
+    return next(
+        (
+            known
+            for known in (name, name.removeprefix("train-"), f"train-{name}")
+            if known in RECIPES
+        ),
+        None,
+    )
+
+
+def described(name: str) -> str:
+    """Describe a recipe in a few lines: paper, metric, hardware, time, data, batch, differences from the base, command."""
+    recipe = RECIPES[name]
+    given = [
+        f"--{flag}" + (f" {value}" if value else "")
+        for flag, value in recipe.flags.items()
+        if value is not None
+    ]
+    removed = [f"no --{flag}" for flag, value in recipe.flags.items() if value is None]
+    needed = "".join(f" ARGS='--set {flag}=...'" for flag in recipe.needs[:1])
+    target = name if name.startswith(("train-", "finetune-")) else f"train-{name}"
+    length = f"{recipe.samples // recipe.effective_batch:,} steps of " if recipe.samples else ""
+    recalls = ", ".join(
+        f"{kind} {value}" for kind, value in zip(MEASURED, recipe.recalls, strict=False)
+    )
+    lines = {
+        "paper": recipe.paper,
+        "metric": f"{recipe.metric}: {recipe.result}" + (f" ({recalls})" if recalls else ""),
+        "hardware": recipe.hardware,
+        "time": recipe.time,
+        "data": " ".join(f"DATA/{source}" for source in recipe.sources),
+        "batch": f"{length}{recipe.effective_batch:,}" + ("" if recipe.dga else ", without DGA"),
+        "flags": ", ".join([*given, *removed]),
+        "command": f"make {target} DATA=DIR{needed}",
+    }
+    return "\n".join([name, *(f"  {key:9} {value}" for key, value in lines.items())])
+
+
 def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple[int, int]:
     """Choose micro-batch B and DGA steps K, so that B*K*ranks is the recipe's effective batch or as near as B*ranks allows.
 
     Raises:
-        SystemExit: a run without DGA on GPUs that do not hold its batch.
+        UserError: a run without DGA on GPUs that do not hold its batch.
     """
     target = int(settings.get("effective-batch") or recipe.effective_batch)
     fits = (
@@ -87,13 +179,13 @@ def batching_of(recipe: Recipe, hardware: Hardware, settings: Settings) -> tuple
     micro_batch = int(settings.get("batch-size") or min(fits, max(1, target // hardware.ranks)))
     steps = max(1, round(target / (micro_batch * hardware.ranks)))
     if steps > 1 and not recipe.dga:
-        raise SystemExit(
-            f"recipes.py: the paper ran this without DGA; that needs {-(-target // micro_batch)} GPUs of this size, but there "
+        raise UserError(
+            f"the paper ran this without DGA; that needs {-(-target // micro_batch)} GPUs of this size, but there "
             f"are {hardware.ranks}: take dga-8 or dga-16, which give the same batch"
         )
     if (reached := micro_batch * steps * hardware.ranks) != target:
         print(
-            f"recipes.py: the effective batch is {reached} instead of {target} "
+            f"the effective batch is {reached} instead of {target} "
             f"({hardware.ranks} ranks x {micro_batch} x {steps})",
             file=sys.stderr,
         )
@@ -215,86 +307,31 @@ def sbatch_line(
     ]  # fmt: skip
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="a name of --list, with or without train-"
-    )
-    parser.add_argument("--list", action="store_true", help="list the recipes")
-    parser.add_argument(
-        "--describe", action="store_true", help="print the recipe and start nothing"
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path(os.environ.get("DATA") or "data"),
-        help="default: $DATA, or data/",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FLAG=VALUE",
-        help="set or replace a flag of training; FLAG alone sets a switch, FLAG= removes a flag",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dry-run", action="store_true", default=bool(os.environ.get("DRY_RUN")), help="only print"
-    )
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="zerovl plan: two steps, and the time and memory of the run",
-    )
-    parser.add_argument(
-        "--gpus", type=int, help="GPUs a node (default: those of this machine); 0 trains on the CPU"
-    )
-    parser.add_argument(
-        "--gpu-memory",
-        type=float,
-        metavar="GIB",
-        help="memory of each GPU (default: as found here)",
-    )
-    parser.add_argument(
-        "--processes", type=int, default=1, help="ranks of a node without GPUs (default 1)"
-    )
-    parser.add_argument(
-        "--nodes", type=int, default=int(os.environ.get("NODES") or "1"), help="SLURM nodes"
-    )
-    parser.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="an option for sbatch: --sbatch=--partition=gpu",
-    )
-    parser.add_argument(
-        "--no-slurm", action="store_true", help="start on this machine even if sbatch is installed"
-    )
-    return parser
-
-
-def submits(options: argparse.Namespace, hardware: Hardware) -> bool:
+def submits(hardware: Hardware, *, known: bool, dry_run: bool, here: bool) -> bool:
     """Return whether the run goes to SLURM, as a dry run on several nodes does even without sbatch.
 
+    Args:
+        known: whether the GPUs of a node were given.
+        here: trains on this machine even if sbatch is installed.
+
     Raises:
-        SystemExit: the GPUs of a SLURM node are not known; several nodes without SLURM.
+        UserError: the GPUs of a SLURM node are not known; several nodes without SLURM.
     """
-    if shutil.which("sbatch") and not options.no_slurm and "SLURM_JOB_ID" not in os.environ:
-        if not hardware.gpus and options.gpus is None:
-            raise SystemExit(
-                "recipes.py: this machine has no GPUs, so those of a SLURM node are not known: give --gpus 8 --gpu-memory 32 "
+    if shutil.which("sbatch") and not here and "SLURM_JOB_ID" not in os.environ:
+        if not hardware.gpus and not known:
+            raise UserError(
+                "this machine has no GPUs, so those of a SLURM node are not known: give --gpus 8 --gpu-memory 32 "
                 "or the like (--gpus 0 trains on CPUs, --no-slurm on this machine)"
             )
         return True
-    if hardware.nodes > 1 and options.dry_run and not options.no_slurm:
+    if hardware.nodes > 1 and dry_run and not here:
         return True
     if hardware.nodes > 1:
-        raise SystemExit(
-            f"recipes.py: --nodes {hardware.nodes} needs SLURM: sbatch, and no --no-slurm"
-        )
+        raise UserError(f"--nodes {hardware.nodes} needs SLURM: sbatch, and no --no-slurm")
     return False
 
 
-def run_line(name: str, line: list[str], *, dry_run: bool) -> int:
+def run_line(name: str, line: list[str], *, dry_run: bool) -> None:
     """Print the recipe and one command, and become it unless it is a dry run."""
     recipe = RECIPES[name]
     print(
@@ -304,58 +341,76 @@ def run_line(name: str, line: list[str], *, dry_run: bool) -> int:
     if not dry_run:
         os.chdir(ROOT)
         os.execvpe(line[0], line, {**os.environ, "PYTHON": sys.executable})
-    return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    if options.list or options.recipe is None:
-        for each, recipe in RECIPES.items():
-            print(f"{each:20} {recipe.paper}: {recipe.result}  [{recipe.hardware}; {recipe.time}]")
-        return 0
-    name = find_recipe(options.recipe)
+def start(
+    recipe: A[str, "a name of --list, with or without train-", "RECIPE"] = "",
+    /,
+    *,
+    list: A[bool, "list the recipes"] = False,
+    describe: A[bool, "print the recipe and start nothing"] = False,
+    data: A[Path | None, "default: $DATA, or data/"] = None,
+    set: A[
+        tuple[str, ...],
+        "set or replace a flag of training; FLAG alone sets a switch, FLAG= removes a flag",
+        "FLAG=VALUE",
+    ] = (),
+    dry_run: A[bool, "only print"] = False,
+    plan: A[bool, "zerovl plan: two steps, and the time and memory of the run"] = False,
+    gpus: A[int | None, "GPUs a node (default: those of this machine); 0 trains on the CPU"] = None,
+    gpu_memory: A[float | None, "memory of each GPU (default: as found here)", "GIB"] = None,
+    processes: A[int, "ranks of a node without GPUs"] = 1,
+    nodes: A[int | None, "SLURM nodes (default: $NODES, or 1)"] = None,
+    sbatch: A[tuple[str, ...], "an option for sbatch: --sbatch=--partition=gpu", "OPTION"] = (),
+    no_slurm: A[bool, "start on this machine even if sbatch is installed"] = False,
+) -> None:
+    """Start a run of the paper."""
+    if list or not recipe:
+        for each, listed in RECIPES.items():
+            print(f"{each:20} {listed.paper}: {listed.result}  [{listed.hardware}; {listed.time}]")
+        return
+    name = find_recipe(recipe)
     if name is None:
-        parser.error(f"there is no recipe {options.recipe!r}; --list shows them")
-    if options.describe:
+        raise UserError(f"there is no recipe {recipe!r}; --list shows them")
+    if describe:
         print(described(name))
-        return 0
+        return
 
-    recipe, data, settings = RECIPES[name], options.data.absolute(), parse_settings(options.set)
-    dry_run, found = options.dry_run, gpu_memories()
-    gpus = len(found) if options.gpus is None else options.gpus
-    memory_gib = options.gpu_memory or min(found, default=0.0) or PAPER_GPU_GIB
-    hardware = Hardware(gpus, memory_gib, options.nodes, options.processes)
-    if missing := missing_for(recipe, data, settings):
+    chosen, settings = RECIPES[name], parse_settings(set)
+    data = Path(data or os.environ.get("DATA") or "data").absolute()
+    dry_run = dry_run or bool(os.environ.get("DRY_RUN"))
+    memories = gpu_memories()
+    hardware = Hardware(
+        len(memories) if gpus is None else gpus,
+        gpu_memory or min(memories, default=0.0) or PAPER_GPU_GIB,
+        nodes or int(os.environ.get("NODES") or "1"),
+        processes,
+    )
+    if missing := missing_for(chosen, data, settings):
         if not dry_run:
-            raise SystemExit(f"recipes.py: {name}: {missing}")
-        print(f"recipes.py: missing: {missing}", file=sys.stderr)
-    if recipe.program == "linear-probe":
-        if options.plan:
-            raise SystemExit(
-                "recipes.py: zerovl plan plans trainings only, and this recipe is a linear probe"
-            )
-        return run_line(name, probe_line(recipe, name, data, hardware, settings), dry_run=dry_run)
-    flags = training_flags(recipe, name, data, hardware, settings)
-    micro_batch, dga_steps = batching_of(recipe, hardware, settings)
+            raise UserError(f"{name}: {missing}")
+        print(f"{name}: missing: {missing}", file=sys.stderr)
+    if chosen.program == "linear-probe":
+        if plan:
+            raise UserError("zerovl plan plans trainings only, and this recipe is a linear probe")
+        run_line(name, probe_line(chosen, name, data, hardware, settings), dry_run=dry_run)
+        return
+    flags = training_flags(chosen, name, data, hardware, settings)
+    micro_batch, dga_steps = batching_of(chosen, hardware, settings)
     batch: Settings = {"batch-size": str(micro_batch), "dga-steps": str(dga_steps)}
     arguments = as_arguments({**batch, **flags})
     if settings:  # a mistake is reported before a job waits; tests check the table's own flags
         from training.params import parse
 
-        try:
-            parse(arguments)
-        except UserError as error:
-            raise SystemExit(f"recipes.py: {error}") from error
-    if options.plan:
+        parse(arguments)
+    if plan:
         line = [sys.executable, "-m", "open_clip_zerovl.cli", "plan", *arguments]
-        return run_line(name, line, dry_run=dry_run)
-    if submits(options, hardware):
-        return run_line(
-            name, sbatch_line(name, hardware, arguments, options.sbatch), dry_run=dry_run
-        )
-    return run_line(name, training_command(arguments, hardware.ranks_per_node), dry_run=dry_run)
+    elif submits(hardware, known=gpus is not None, dry_run=dry_run, here=no_slurm):
+        line = sbatch_line(name, hardware, arguments, sbatch)
+    else:
+        line = training_command(arguments, hardware.ranks_per_node)
+    run_line(name, line, dry_run=dry_run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(start))

@@ -14,8 +14,8 @@ def test_it_aligns_own_pairs_and_answers_their_captions_on_one_page(home, tmp_pa
     (encoders / "minilm").symlink_to(home / "bert-mean")
     (encoders / "README.md").write_text("")  # nothing is fetched
     shutil.copytree(home / "a", tmp_path / "mine")
-    given = {"--data": tmp_path / "mine", "--out": tmp_path / "out", "--encoders": encoders}
-    assert demo_search.main([str(word) for pair in given.items() for word in pair]) == 0
+    mine, out = str(tmp_path / "mine"), tmp_path / "out"
+    assert demo_search.demo_search(data=mine, out=out, encoders=encoders) == 0
     page = (tmp_path / "out" / "queries.html").read_text()
     queries = page.count("<h2>")  # of ten samples, some of which have the same caption
     assert 5 <= queries <= 10 and page.count("data:image/jpeg") == 5 * queries

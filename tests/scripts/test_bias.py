@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,15 +14,17 @@ import torch.nn.functional as F
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import parse_sources
-from scripts.paper.bias import cells_of, main, measure, read_pairs, rows_of
+from scripts.paper.bias import Pair, bias, cells_of, measure, read_pairs, rows_of
 from scripts.paper.bias_measures import (
-    PoolHits,
-    SourceFeatures,
+    Pool,
+    hits_of,
     log_p_by_query,
+    pools_of,
     ranks_by_label,
-    source_pools,
     source_probe_guesses,
+    units_of,
 )
+from scripts.program import program
 from support.tars import png, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
 
@@ -35,24 +38,38 @@ def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
     )
 
 
-def sources(
-    *, bias: float, noise: float, seed: int = 0, rows: int = 60, width: int = 48
-) -> dict[str, SourceFeatures]:
+Embedded = tuple[list[Pair], torch.Tensor, torch.Tensor]
+
+
+def pairs_of(source: str, concepts: list[str | None], held_out: list[bool] | None = None):
+    held = held_out or [True] * len(concepts)
+    return [Pair(source, b"", "", *each) for each in zip(concepts, held, strict=True)]
+
+
+def sources(*, bias: float, noise: float, seed: int = 0, rows: int = 60) -> Embedded:
     """Two sources of the same concepts: a pair's embeddings share its content, `noise` blurs them, `bias` marks the source."""
-    content = unit(rows, width, seed=100)
-    found = {}
-    for index, name in enumerate("ab"):
-        mark = bias * F.one_hot(torch.tensor(index), width).double()
-        images, texts = (
-            F.normalize(
-                content + noise * unit(rows, width, seed=7 * seed + 2 * index + side) + mark, dim=1
-            ).float()
-            for side in (0, 1)
-        )
-        found[name] = SourceFeatures(
-            images, texts, [f"c{row}" for row in range(rows)], [True] * rows
-        )
-    return found
+    content = unit(rows, 48, seed=100)
+    sides = [[], []]
+    for index, side in itertools.product((0, 1), (0, 1)):
+        mark = bias * F.one_hot(torch.tensor(index), 48).double()
+        blur = noise * unit(rows, 48, seed=7 * seed + 2 * index + side)
+        sides[side].append(F.normalize(content + blur + mark, dim=1).float())
+    concepts = [f"c{row}" for row in range(rows)]
+    return pairs_of("a", concepts) + pairs_of("b", concepts), *map(torch.cat, sides)
+
+
+def pools_by_kind(pairs: list[Pair]) -> dict[str, list[Pool]]:
+    columns = zip(*((pair.source, pair.concept, pair.held_out) for pair in pairs), strict=True)
+    kinds: dict[str, list[Pool]] = {}
+    for pool in pools_of(*columns):
+        kinds.setdefault(pool.kind, []).append(pool)
+    return kinds
+
+
+def rsum(pool: Pool, features: torch.Tensor, units: torch.Tensor) -> float:
+    """The RSUM of features that are the same on both sides."""
+    terms, _ = hits_of(pool, features, features, units)
+    return 100 * sum(float(hits.mean()) for _, hits in terms)
 
 
 # -- hits ------------------------------------------------------------------------------------------------------------
@@ -71,61 +88,39 @@ def test_a_copy_of_the_best_match_ties_with_it_in_blocks_of_any_size(chunk, monk
 
 
 def test_concepts_that_repeat_or_are_missing_match_as_they_should():
-    content = torch.eye(6)
-    a = SourceFeatures(
-        content[[0, 0, 1, 5]], content[[0, 0, 1, 5]], ["dog", "dog", "cat", None], [True] * 4
-    )
-    b = SourceFeatures(content[[1, 0, 5]], content[[1, 0, 5]], ["cat", "dog", None], [True] * 3)
-    pools = source_pools({"a": a, "b": b})
-    across = pools.kinds["across"]["a->b"]
-    assert (
-        rsum(across) == 600 and len(across.images) == 3 and len(across.texts) == 2
-    )  # two dogs and a cat; a pair without concept stays out
-    assert pools.units == 4 and pools.unit_of.tolist() == [
-        0,
-        0,
-        1,
-        2,
-        1,
-        0,
-        3,
-    ]  # dog, cat, and two of their own
+    pairs = pairs_of("a", ["dog", "dog", "cat", None]) + pairs_of("b", ["cat", "dog", None])
+    features, units = torch.eye(6)[[0, 0, 1, 5, 1, 0, 5]], units_of([p.concept for p in pairs])
+    assert units.tolist() == [0, 0, 1, 2, 1, 0, 3]  # dog, cat, and two of their own
+    kinds = pools_by_kind(pairs)
+    across = kinds["across"][0]
+    assert rsum(across, features, units) == 600
+    # two dogs and a cat; a pair without concept stays out
+    assert (across.images, across.texts) == ([0, 1, 2], [4, 5])
     # In one pool only the own pair is right: the two dogs of a are each other's ties, and b's dog too.
-    assert pools.kinds["mixed"]["mixed"].images[0] == pytest.approx(1 / 3 + 1 + 1)
-    assert "across" not in source_pools({"a": a}).kinds
-
-
-def rsum_and_size(features: dict[str, SourceFeatures]) -> dict[str, dict[str, tuple]]:
-    """Kind of pools -> name -> (RSUM, pictures)."""
-    kinds = source_pools(features).kinds
-    return {
-        kind: {name: (rsum(pool), len(pool.images)) for name, pool in own.items()}
-        for kind, own in kinds.items()
-    }
-
-
-def rsum(pool: PoolHits) -> float:
-    return 100 * float(pool.images.mean() + pool.texts.mean())
+    terms, _ = hits_of(kinds["mixed"][0], features, features, units)
+    assert terms[0][1][0] == pytest.approx(1 / 3 + 1 + 1)
+    assert "across" not in pools_by_kind(pairs[:4])
 
 
 def test_a_model_that_knows_only_the_source_gains_in_the_mixed_pool_alone():
     rows = 20
-    chance = {}
+    concepts = [str(i) for i in range(rows)]
+    pairs = [
+        pair
+        for index, name in enumerate("ab")
+        for pair in pairs_of(name, concepts, [i % 2 == index for i in range(rows)])
+    ]
+    units, scores = units_of(concepts * 2), {}
     for mark in (0.0, 1.0):
-        features = {}
-        for index, name in enumerate("ab"):
-            # The same embedding for every pair of a source: nothing about content, all about the source.
-            one = torch.tensor([1.0 - mark * index, mark * index]).expand(rows, 2)
-            features[name] = SourceFeatures(
-                one, one, [str(i) for i in range(rows)], [i % 2 == index for i in range(rows)]
-            )
-        chance[mark] = rsum_and_size(features)
-    mixed = {mark: kinds.pop("mixed")["mixed"][0] for mark, kinds in chance.items()}
+        # The same embedding for every pair of a source: nothing about content, all about the source.
+        features = torch.tensor([[1.0, 0.0], [1.0 - mark, mark]]).repeat_interleave(rows, dim=0)
+        for kind, pools in pools_by_kind(pairs).items():
+            scores[mark, kind] = [rsum(pool, features, units) for pool in pools]
     # With the mark the chance level of 10, not of 20.
-    assert mixed == pytest.approx({1.0: 2 * (10 + 50 + 100), 0.0: 2 * (5 + 25 + 50)})
-    for kind, pools in chance[1.0].items():
-        for name, one in pools.items():
-            assert one == pytest.approx(chance[0.0][kind][name])
+    assert scores[1.0, "mixed"] == pytest.approx([2 * (10 + 50 + 100)])
+    assert scores[0.0, "mixed"] == pytest.approx([2 * (5 + 25 + 50)])
+    for kind in ("within", "across"):
+        assert scores[1.0, kind] == pytest.approx(scores[0.0, kind])
 
 
 # -- log p and the probe -------------------------------------------------------------------------------------------
@@ -180,7 +175,7 @@ def test_the_probe_is_reproducible_and_keeps_a_concept_on_one_side():
 
 def test_a_debiased_model_differs_from_a_biased_one_and_not_from_its_like():
     def model(bias: float, seed: int):
-        return measure(sources(bias=bias, noise=1.0, seed=seed), 30.0)
+        return measure(*sources(bias=bias, noise=1.0, seed=seed), 30.0)
 
     measured = {"biased": model(2.0, 0), "debiased": model(0.0, 0), "like": model(2.0, 50)}
     rows = {row["kind"]: row for row in rows_of(measured, draws=400)}
@@ -257,7 +252,7 @@ def test_the_program_measures_models_on_shards(tmp_path: Path, clip_runs, capsys
     command = [f"one={clip_runs[0]}", f"two={clip_runs[1]}", f"same={clip_runs[0]}"]
     command += ["--data", f"a={a}::b={b}", "--device", "cpu", "--draws", "200"]
     more = f"--unseen c={c} --concept shows --held-out kept --out {tmp_path / 'out'}".split()
-    assert main([*command, *more]) == 0
+    assert program(bias, [*command, *more]) == 0
     assert "two - one" in (printed := capsys.readouterr().out) and "RSUM unseen" in printed
     rows = json.loads((tmp_path / "out" / "bias.json").read_text())
     kinds = "within across mixed unseen probe_images probe_texts log_p_same log_p_other"
@@ -265,7 +260,7 @@ def test_the_program_measures_models_on_shards(tmp_path: Path, clip_runs, capsys
     for row in rows:  # the same weights
         assert row["differences"]["same"] == {"value": 0, "interval": [0, 0]}
     # Without concepts there is nothing to compare across sources; one model has no differences.
-    assert main([clip_runs[0], *command[3:], "--samples", "12"]) == 0
+    assert program(bias, [clip_runs[0], *command[3:], "--samples", "12"]) == 0
     printed = capsys.readouterr().out
     assert "RSUM across" not in printed and "probe, images %" in printed and " - " not in printed
 
@@ -282,30 +277,24 @@ def test_the_program_measures_models_on_shards(tmp_path: Path, clip_runs, capsys
 def test_what_cannot_be_measured_is_a_sentence(tmp_path: Path, clip_runs, capsys, more, sentence):
     a, b = (write_pairs(tmp_path / name, 0) for name in "ab")
     words = more.replace("A", str(a)).replace("B", str(b)).split()
-    assert main([clip_runs[0], *words, "--device", "cpu"]) == 2
+    assert program(bias, [clip_runs[0], *words, "--device", "cpu"]) == 2
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "held_out"),
-    [
-        (["t", "True", "y", "YES", "on", "1", "1.0", "test", "val"], True),
-        (["f", "False", "n", "NO", "off", "0", "0.0", "nan", "None", "null", "", "train"], False),
-        (["yes", "-"], None),
-    ],
-)
-def test_the_words_of_a_held_out_field(words, held_out, tmp_path: Path):
-    picture, members = png((9, 9, 9), 16), []
-    for i, word in enumerate(words):
-        members += [(f"{i}.png", picture), (f"{i}.txt", b"a cat")]
-        members.append((f"{i}.json", json.dumps({"kept": word}).encode()))
+def test_the_words_of_a_held_out_field(tmp_path: Path):
+    yes = ("t", "True", "y", "YES", "on", "1", "1.0", "test", "val")
+    no = ("f", "False", "n", "NO", "off", "0", "0.0", "nan", "None", "null", "train")
+    members = []
+    for i, word in enumerate((*yes, *no, "-")):
+        about = json.dumps({"kept": word}).encode()
+        members += [
+            (f"{i:02d}.png", png((9, 9, 9), 16)),
+            (f"{i:02d}.txt", b"a cat"),
+            (f"{i:02d}.json", about),
+        ]
     write_tar(tmp_path / "0.tar", members)
     given = parse_sources(f"t={tmp_path / '0.tar'}")
-    if held_out is None:
-        with pytest.raises(
-            UserError, match=r"has '-' in its field 'kept', neither true nor false; write true"
-        ):
-            read_pairs(given, 100, held_out_field="kept")
-        return
-    samples = read_pairs(given, 100, held_out_field="kept")
-    assert [sample.held_out for sample in samples] == [held_out] * len(words)
+    pairs = read_pairs(given, 20, held_out_field="kept")
+    assert [pair.held_out for pair in pairs] == [True] * 9 + [False] * 11
+    with pytest.raises(UserError, match="has '-' in its field 'kept', neither true nor false"):
+        read_pairs(given, 100, held_out_field="kept")

@@ -18,11 +18,12 @@ from open_clip_zerovl.shards.tar import read_samples
 from scripts.paper.cluster import (
     LEFT_OUT,
     cluster,
+    cluster_source,
     dissolve_small,
-    main,
     spherical_kmeans,
     write_clusters,
 )
+from scripts.program import program
 from support.tars import write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
 
@@ -102,14 +103,14 @@ def test_clusters_become_sources_without_a_sample_lost_or_doubled(
 def test_every_cluster_fills_the_batch_that_was_named(checkpoint, source, tmp_path, capsys):
     command = [checkpoint, str(source), str(tmp_path), "--clusters", "9"]
     for min_size, least in ((1, 1), (10, 10)):
-        assert main([*command, "--min-size", str(min_size)]) == 0
+        assert program(cluster_source, [*command, "--min-size", str(min_size)]) == 0
         train_data = (tmp_path / "train-data.txt").read_text().strip()
         sizes = [entry.num_samples for entry in parse_sources(train_data)]
         assert sum(sizes) == 45 and min(sizes) >= least
         assert (min(sizes) < 10) == (min_size == 1)
-    assert main([*command, "--min-size", "23"]) == 2
+    assert program(cluster_source, [*command, "--min-size", "23"]) == 2
     assert "45 samples do not make two clusters of 23" in capsys.readouterr().err
-    assert main([checkpoint, str(source), str(tmp_path)]) == 2
+    assert program(cluster_source, [checkpoint, str(source), str(tmp_path)]) == 2
     assert "holds 45 pictures, fewer than 100 clusters" in capsys.readouterr().err
 
 

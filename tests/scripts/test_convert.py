@@ -12,7 +12,8 @@ import torch
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.core.errors import UserError
-from scripts.paper.convert import convert_checkpoint, main
+from scripts.paper.convert import convert, convert_checkpoint
+from scripts.program import program
 from support.released import IMAGE_MODEL, TEMPERATURE, Reference, saved
 from support.tiny_clip import (
     NATIVE_VISION,
@@ -223,7 +224,8 @@ def test_the_command_clamps_a_temperature_as_the_released_code_does(tmp_path, be
     weights = {**Reference(bert).state_dict(), "loss.temperature": torch.tensor([0.9])}
     command = [str(saved(tmp_path / "hot.pth", weights)), str(tmp_path / "out"), "--verify"]
     command += ["--image-model", IMAGE_MODEL, "--text-model", str(bert)]
-    assert [main(command), main(command), main([*command, "--force"])] == [0, 2, 0]
+    statuses = [program(convert, words) for words in (command, command, [*command, "--force"])]
+    assert statuses == [0, 2, 0]
     said = capsys.readouterr()
     assert "Converted, verified. Load it with" in said.out and "--force" in said.err
     model = open_clip.create_model(f"local-dir:{tmp_path / 'out'}")

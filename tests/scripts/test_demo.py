@@ -1,6 +1,5 @@
 """The demo's two trainings: their flags and places, and its first sentence."""
 
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ from scripts import demo
 from training.params import parse
 
 
-def run(*flags: str, epochs: int = demo.EPOCHS, sampling: str = "random") -> demo.Run:
-    options = Namespace(data=Path("data"), out=Path("out"), epochs=epochs, seed=7, flags=flags)
-    return demo.run_of(sampling, options)
+def run(*flags: str, epochs: int = demo.EPOCHS) -> demo.Run:
+    return demo.run_of("random", Path("data"), Path("out"), epochs=epochs, seed=7, flags=flags)
 
 
 def test_flags_behind_the_demos_own_replace_them():
@@ -24,7 +22,7 @@ def test_flags_behind_the_demos_own_replace_them():
     assert run(*more).checkpoint.name == "epoch_5.pt"
     for own in ("--sampling", "--train-data=x", "--name"):
         with pytest.raises(UserError, match=r"the demo sets --\S+ itself: .*; leave it out"):
-            demo.run(Namespace(flags=["--coin-flip-mixup", own, "x"]))
+            demo.demo(("--coin-flip-mixup", own, "x"))
 
 
 def test_other_flags_of_the_demo_do_not_touch_an_earlier_call_s_runs():

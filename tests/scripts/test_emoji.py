@@ -31,6 +31,7 @@ from scripts.drawn.emoji import SOURCES as SETS
 from scripts.drawn.make import prepare_emoji, write_pairs
 from scripts.drawn.packages import NpmPackage, fetch_npm_package, hash_of
 from scripts.paper.bias import read_pairs
+from scripts.program import program
 from support.tars import add_file
 
 #: Small enough for the fake sets: 2 pairs held out of each source for the test, 2 for validation.
@@ -298,12 +299,8 @@ def test_every_source_has_the_held_out_concepts_for_retrieval_across_sources(emo
 def test_the_training_pairs_as_a_table_and_pictures(registry, tmp_path, monkeypatch, capsys):
     """As the quick start asks for them."""
     monkeypatch.setattr(command, "prepare_emoji", lambda out, **_: prepare_emoji(out, **SMALL))
-    assert (
-        command.main(
-            ["emoji", "--out", str(tmp_path / "emoji"), "--pairs", str(tmp_path / "pairs")]
-        )
-        == 0
-    )
+    words = ["emoji", "--out", str(tmp_path / "emoji"), "--pairs", str(tmp_path / "pairs")]
+    assert program(command.drawn, words) == 0
     with open(tmp_path / "pairs" / "pairs.csv", encoding="utf-8", newline="") as table:
         rows = list(csv.DictReader(table))
     trained = [
@@ -395,9 +392,6 @@ def test_a_failed_or_other_download_is_not_taken(registry, tmp_path, fault, sent
     assert fetch_npm_package(package, folder).read_bytes() == whole
     fetch_npm_package(package, folder)
     assert registry.calls == [str(package)] * 3
-
-
-# ------------------------------------------------------------------------------------------------ split
 
 
 # ------------------------------------------------------------------------------------------------ text tower

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from open_clip_zerovl.core.errors import UserError
 from scripts import quickstart
 
 LINES = quickstart.PAGE.read_text(encoding="utf-8").split("\n")
@@ -24,5 +25,5 @@ def test_printed_lines_replace_shown_ones_with_other_numbers_only():
     assert quickstart.printed_again(shown, printed) == printed[1:3]
     assert quickstart.printed_again(["/tmp/x: tab ..."], printed) == ["/tmp/x: tab ..."]
     for wrong in (["noto 12 captions 1 MB"], ["Done in 3 s", "noto 12 pictures 1 MB"]):
-        with pytest.raises(SystemExit, match="was not printed"):
+        with pytest.raises(UserError, match="was not printed"):
             quickstart.printed_again(wrong, printed)
