@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from open_clip_zerovl.data.splits import write_trained_on
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
 from open_clip_zerovl.finetune.data import (
     DataArguments,
+    FinetuneData,
     all_classes,
     find_data,
     open_sources,
@@ -25,15 +27,7 @@ from open_clip_zerovl.finetune.split import Split
 from open_clip_zerovl.finetune.split import hold_out as hold_out_of
 from open_clip_zerovl.shards.files import write_retrieval_set, write_source
 from open_clip_zerovl.shards.tar import Sample
-
-
-def picture(number: int) -> bytes:
-    """A small picture of its own."""
-    buffer = io.BytesIO()
-    Image.fromarray(
-        np.random.default_rng(number).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    ).save(buffer, "PNG")
-    return buffer.getvalue()
+from support.pairs import picture
 
 
 def sample(number: int, *captions: str, key: str = "") -> Sample:
@@ -57,46 +51,49 @@ def hold_out(data: str, new: str, out, *, old=None, labelled=None, kept=None, **
     return hold_out_of(DataArguments.of(request), out, **more)
 
 
-def test_what_a_folder_holds(tmp_path):
-    source(tmp_path / "one", range(5))
-    assert find_data(str(tmp_path / "one")).train_data == f"one={tmp_path / 'one'}"
-    packed = tmp_path / "packed"
-    source(packed / "a", range(5))
-    source(packed / "b", range(5, 9))
-    write_retrieval_set(packed, [sample(100)])
-    write_retrieval_set(packed / "test" / "b", [sample(101)])
-    found = find_data(str(packed))
-    assert found.train_data == f"a={packed / 'a'}::b={packed / 'b'}"
-    assert found.held_out == f"held-out={packed}::b={packed / 'test' / 'b'}"
-    assert {name: len(dataset) for name, dataset in sets_of(found.held_out).items()} == {
-        "held-out": 1,
-        "b": 1,
-    }
-    coco = tmp_path / "coco"
-    source(coco / "train", range(5))
-    write_retrieval_set(coco, [sample(100)])
-    assert find_data(str(coco)).train_data == f"coco={coco / 'train'}"
-    both = tmp_path / "both"
-    for name, numbers in (("drawing", range(4)), ("photo", range(4, 9))):
-        source(both / name / "train", numbers)
-        write_retrieval_set(both / name, [sample(200 + numbers[0])])
-    found = find_data(str(both))
-    assert (
-        found.train_data
-        == f"drawing={both / 'drawing' / 'train'}::photo={both / 'photo' / 'train'}"
-    )
-    assert found.held_out == f"drawing={both / 'drawing'}::photo={both / 'photo'}"
-    assert [one.num_samples for one in open_sources(found.train_data)] == [4, 5]
-    assert (
-        find_data("x=/data/x::y=/data/{00..03}.tar").train_data == "x=/data/x::y=/data/{00..03}.tar"
-    )
-    source(tmp_path / "my pairs", range(5))
-    assert find_data(str(tmp_path / "my pairs")).train_data == f"my-pairs={tmp_path / 'my pairs'}"
-    with pytest.raises(UserError, match="my_pairs does not exist; did you mean .*my pairs"):
-        find_data(str(tmp_path / "my_pairs"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="contains no pictures, table, parquet files or tars"):
-        find_data(str(tmp_path / "empty"))
+@pytest.mark.parametrize(
+    ("given", "places", "train_data", "held_out"),
+    [
+        ("one", ["one/0.tar"], "one={}/one", ""),
+        (
+            "packed",
+            ["packed/a/0.tar", "packed/b/0.tar", "packed/test/0.tar", "packed/test/b/test/0.tar"],
+            "a={}/packed/a::b={}/packed/b",
+            "held-out={}/packed::b={}/packed/test/b",
+        ),
+        ("coco", ["coco/train/0.tar", "coco/test/0.tar"], "coco={}/coco/train", "held-out={}/coco"),
+        (
+            "both",
+            ["both/x/train/0.tar", "both/x/test/0.tar", "both/y/train/0.tar", "both/y/test/0.tar"],
+            "x={}/both/x/train::y={}/both/y/train",
+            "x={}/both/x::y={}/both/y",
+        ),
+        ("my pairs", ["my pairs/0.tar"], "my-pairs={}/my pairs", ""),
+        ("x=/data/x::y=/data/{{00..03}}.tar", [], "x=/data/x::y=/data/{{00..03}}.tar", ""),
+    ],
+)
+def test_what_a_folder_holds(tmp_path, monkeypatch, given, places, train_data, held_out):
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path(place).parent for place in places):
+        if "test" in folder.parts:
+            write_retrieval_set(folder.parent, [sample(100)])
+        else:
+            source(folder, range(5))
+    expected = (text.format(*[tmp_path] * 4) for text in (train_data, held_out))
+    assert find_data(given.format()) == FinetuneData(*expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("my_pairs", "my_pairs does not exist; did you mean .*my pairs"),
+        ("my pairs", "contains no pictures, table, parquet files or tars"),
+    ],
+)
+def test_a_folder_that_is_absent_or_empty_is_refused(tmp_path, given, sentence):
+    (tmp_path / "my pairs").mkdir()
+    with pytest.raises(UserError, match=sentence):
+        find_data(str(tmp_path / given))
 
 
 def held_out_of(split) -> list:

@@ -91,18 +91,23 @@ def write_set(folder: Path, first: int) -> None:
 
 
 @pytest.fixture
-def started(tmp_path):
-    """A call on a new folder, which returns its request; the model's weights are not read."""
-    (tmp_path / "out").mkdir()
-    for name, more in (("request-tiny", {}), ("request-quick", {"quick_gelu": True})):
-        register(tmp_path, name, NATIVE_VISION, CLIP_TEXT, **more)
+def claimed(tmp_path):
+    """A call on OUT, which returns its data arguments; the model's weights are not read."""
+    register(tmp_path, "request-tiny", NATIVE_VISION, CLIP_TEXT)
     (tmp_path / "bare.pt").write_bytes(b"weights")
-    data = write_pairs(tmp_path / "pairs", 0)
+    write_pairs(tmp_path / "mine" / "train", 0)
+    write_pairs(tmp_path / "old", 30)
+    write_set(tmp_path / "set", 50)
 
-    def call(model: str | Path = tmp_path / "bare.pt", name: str | None = "request-tiny") -> Path:
-        request = FinetuneRequest(Encoder(str(model), model_name=name), data, tmp_path / "out")
-        _same_request(request, print)
-        return tmp_path / "out"
+    def call(model: str = "bare.pt", name: str | None = "request-tiny", **changed: str | None):
+        given = {
+            "data": str(tmp_path / "mine"),
+            "keep_data": f"old={tmp_path / 'old'}",
+            "retrieval_data": str(tmp_path / "set"),
+        }
+        start = Encoder(str(tmp_path / model), model_name=name)
+        request = FinetuneRequest(start, out=tmp_path / "out", **given | changed)
+        return _same_request(request, print).given
 
     return call
 
@@ -110,87 +115,75 @@ def started(tmp_path):
 @pytest.mark.parametrize(
     "changed", ["open_clip_model.safetensors", "open_clip_config.json", "tokenizer.json"]
 )
-def test_a_model_that_was_overwritten_is_another_one(started, tmp_path, changed):
-    folder = tmp_path / "export"
+def test_a_model_that_was_overwritten_is_another_one(claimed, tmp_path, changed):
+    folder, out = tmp_path / "export", tmp_path / "out"
     folder.mkdir()
     config = {
         "model_cfg": {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT},
         "preprocess_cfg": {},
     }
-    for file in (
-        "open_clip_model.safetensors",
-        "tokenizer.json",
-        "README.md",
-        "interpolation.json",
-    ):
+    notes = ("README.md", "interpolation.json")
+    for file in ("open_clip_model.safetensors", "tokenizer.json", *notes):
         (folder / file).write_text("first")
     (folder / "open_clip_config.json").write_text(json.dumps(config))
-    out = started(folder, name=None)
+    claimed("export", name=None)
     (out / "data").mkdir()
-    for file in ("README.md", "interpolation.json"):  # the model is the same
+    for file in notes:  # the model is the same
         (folder / file).write_text("other")
-    started(folder, name=None)
+    claimed("export", name=None)
     assert (out / "data").exists()
     other = json.dumps({**config, "preprocess_cfg": {"mean": [0, 0, 0]}})
     (folder / changed).write_text(other if changed == "open_clip_config.json" else "other")
     (out / "run").mkdir()
     with pytest.raises(
-        UserError,
-        match="out was begun before the content of --from changed; repeat",
+        UserError, match="out was begun before the content of --from changed; repeat"
     ):
-        started(folder, name=None)
+        claimed("export", name=None)
     (out / "run").rmdir()
-    started(folder, name=None)  # nothing was trained
+    claimed("export", name=None)  # nothing was trained
     assert not (out / "data").exists()
 
 
-def test_a_checkpoint_may_go_once_its_copy_is_there(started, tmp_path):
-    out = started()
-    (out / "before").mkdir()
+def test_a_checkpoint_may_go_once_its_copy_is_there(claimed, tmp_path):
+    claimed()
+    (tmp_path / "out" / "before").mkdir()
     shutil.move(tmp_path / "bare.pt", tmp_path / "moved.pt")
-    started()
-    (out / "run").mkdir()
-    started()
-    assert (out / "before").exists()
+    claimed()
+    (tmp_path / "out" / "run").mkdir()
+    claimed()
+    assert (tmp_path / "out" / "before").exists()
     (tmp_path / "bare.pt").write_bytes(b"others")
     with pytest.raises(UserError, match="was begun before the content of --from changed"):
-        started()
+        claimed()
 
 
-@pytest.mark.parametrize("flag", ["data", "keep_data", "retrieval_data", "held out"])
-def test_a_copy_of_the_data_is_the_same_and_keeps_its_names(tmp_path, flag):
+@pytest.mark.parametrize(
+    ("flag", "place", "pairs"),
+    [
+        ("data", "mine", "mine/train"),
+        ("keep_data", "old", "old"),
+        ("retrieval_data", "set", None),
+        ("data", "mine", None),  # with the held-out set that comes with it
+    ],
+)
+def test_a_copy_of_the_data_is_the_same_and_keeps_its_names(claimed, tmp_path, flag, place, pairs):
     """Other data at the same path is refused, once something was trained."""
-    place = tmp_path / "mine"
-    write_pairs(place / "train", 0)
-    write_set(place if flag == "held out" else tmp_path / "set", 50)
-    write_pairs(tmp_path / "old", 30)
-    (tmp_path / "bare.pt").write_bytes(b"weights")
-    register(tmp_path, "request-data", NATIVE_VISION, CLIP_TEXT)
-    given = {"data": str(place), "keep_data": f"old={tmp_path / 'old'}"}
-    given |= {} if flag == "held out" else {"retrieval_data": str(tmp_path / "set")}
-
-    def call(**changed: str) -> dict[str, str]:
-        start = Encoder(str(tmp_path / "bare.pt"), model_name="request-data")
-        request = FinetuneRequest(start, out=tmp_path / "out", **given | changed)
-        return dict(_same_request(request, print).given)
-
-    flag = "data" if flag == "held out" else flag
-    first = call()
+    given: dict[str, str | None] = {}
+    if (flag, pairs) == ("data", None):
+        given["retrieval_data"] = None
+        write_set(tmp_path / "mine", 50)
+    first = claimed(**given)
     (tmp_path / "out" / "run").mkdir()
     copy = tmp_path / "another"
-    shutil.copytree(Path(given[flag].rpartition("=")[2]), copy)
-    again = call(**{flag: f"other={copy}" if flag == "keep_data" else str(copy)})
-    assert first.keys() == again.keys()
-    for name, before in first.items():
-        assert again[name].partition("=")[0] == before.partition("=")[0]
-    assert str(copy) in again["--" + flag.replace("_", "-")]
-    write_pairs(place / "train", 10) if flag == "data" else None
-    write_pairs(tmp_path / "old", 10) if flag == "keep_data" else None
-    write_set(tmp_path / "set", 60) if flag == "retrieval_data" else None
-    with pytest.raises(
-        UserError, match=f"before the content of --{flag.replace('_', '-')} changed"
-    ):
-        call()
+    shutil.copytree(tmp_path / place, copy)
+    again = claimed(**given | {flag: f"other={copy}" if flag == "keep_data" else str(copy)})
+    named = [{name: text.partition("=")[0] for name, text in of.items()} for of in (first, again)]
+    assert named[0] == named[1]
+    option = "--" + ("retrieval_data" if "retrieval_data" in given else flag).replace("_", "-")
+    assert str(copy) in again[option]
+    write_set(tmp_path / place, 60) if pairs is None else write_pairs(tmp_path / pairs, 10)
+    with pytest.raises(UserError, match=f"before the content of {option} changed"):
+        claimed(**given)
 
 
 def test_a_finished_call_goes_on_with_more_patience(tmp_path):

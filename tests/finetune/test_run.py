@@ -35,7 +35,7 @@ from open_clip_zerovl.finetune.finetuning import (
     _training,
     starting_folder,
 )
-from open_clip_zerovl.finetune.proposal import Facts, Setting, choose_settings
+from open_clip_zerovl.finetune.proposal import Setting, choose_settings
 from open_clip_zerovl.finetune.request import FinetuneRequest
 from open_clip_zerovl.finetune.split import Prepared, Split, with_old_pairs
 from open_clip_zerovl.models.build import with_text_model
@@ -108,57 +108,6 @@ def arguments(made: Path, out: Path, *more: str) -> list[str]:
     return [*f"finetune --from {start} --data {made / 'mine'} --out {out}".split(), *ASKED, *more]
 
 
-@pytest.fixture
-def refusal(made, tmp_path, capsys):
-    """Calls that end with a sentence, which is returned."""
-
-    def call(*more: str, out: str = "ft") -> str:
-        assert main(arguments(made, tmp_path / out, *more)) == 2
-        return capsys.readouterr().err
-
-    return call
-
-
-def test_refusals_come_before_the_training(made, tmp_path, refusal):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("x")
-    assert "holds thesis.txt and no request.json, so this program did not begin it" in refusal(
-        out="full"
-    )
-    with locked(tmp_path / "busy"):
-        assert f"another process is fine-tuning in {tmp_path / 'busy'}" in refusal(out="busy")
-    large = refusal("--set", "effective-batch=512", out="large")
-    assert "batch of 512 is larger than the 85 samples to train on" in large
-    dirty = refusal(f"--retrieval-data=x={made / 'mine'}", out="dirty")
-    assert "all pictures of source 'mine' are held out" in dirty
-    absent = tmp_path / "flowers"
-    assert f"{absent} does not exist" in refusal(f"--zero-shot-data=new={absent}", out="absent")
-    assert not list(tmp_path.glob("*/run"))
-    assert not (tmp_path / "absent" / "before").exists()
-
-
-def test_old_pairs_reach_the_training(made, tmp_path):
-    write_source(tmp_path / "past", [drawn(number) for number in range(200, 230)], shard_size=20)
-    request = FinetuneRequest(
-        Encoder("x"),
-        f"mine={made / 'mine'}",
-        tmp_path / "out",
-        keep_data=f"past={tmp_path / 'past'}",
-    )
-    sources, train_data, factors, _ = with_old_pairs(request, request.data, request.keep_data)
-    schedule = schedule_of(sources, 5, Sampling("debiased"), seed=0, epoch=0)
-    assert schedule.taken.tolist() == [100, 25]  # a fifth
-    prepared = prepared_for("local-dir:/m", train_data, f"old={made / 'old'}", sources, factors)
-    training = _training(
-        request, prepared, choose_settings(Facts(125, {"mine": 100}, False, 0, False, 2), {}), 1
-    )
-    args, config = parse(training.arguments)
-    assert args.train_data == f"mine={made / 'mine'}::past={tmp_path / 'past'}"
-    assert args.train_data_upsampling_factors.startswith("past=0.8333")
-    assert config.freeze_norm_statistics
-    assert request.of_training()["--keep-share"] == 0.2
-
-
 @pytest.mark.parametrize("captions", ["one-per-epoch", "all", None])
 def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
     made, tmp_path, monkeypatch, captions
@@ -183,33 +132,42 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
     assert f"{new} new pairs and 20% old ones ({taken[0]} of many, {taken[1]} of few)" in note
     monkeypatch.setattr("open_clip.get_tokenizer", lambda before: None)
     monkeypatch.setattr("open_clip_zerovl.finetune.finetuning.has_logit_bias", lambda before: False)
-    facts = _facts(request, prepared_for("", train_data, "", sources, factors))
+    prepared = prepared_for("local-dir:/m", train_data, f"old={made / 'old'}", sources, factors)
+    facts = _facts(request, prepared)
     assert facts.samples == new + sum(taken)  # whence epochs, batch and warm-up
+    settings = choose_settings(facts, request.given)
+    args, config = parse(_training(request, prepared, settings, 1).arguments)
+    assert (args.train_data, args.train_data_upsampling_factors) == (train_data, factors)
+    assert config.freeze_norm_statistics and request.of_training()["--keep-share"] == 0.2
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "words", "exported"),
     [
+        (["--out={tmp}/full"], "holds thesis.txt and no request.json, so this program did not begin it", False),
+        (["--out={tmp}/busy"], "another process is fine-tuning in {tmp}/busy", False),
+        (["--set", "effective-batch=512"], "batch of 512 is larger than the 85 samples to train on", True),
+        (["--retrieval-data=x={made}/mine"], "all pictures of source 'mine' are held out", False),
+        (["--zero-shot-data=new={tmp}/flowers"], "{tmp}/flowers does not exist", False),
+        (["--rule=mean"], "--rule mean needs retrieval sets of the ability to keep; give --kept, or --rule new", False),
+        (["--keep-share=0.3"], "--keep-share 0.3 needs --keep-data NAME=SHARDS", False),
+        (["--keep-share=1"], "--keep-share 1.0 is out of range; give a share between 0 and 1", False),
         (
-            ["--rule=mean"],
-            "--rule mean needs retrieval sets of the ability to keep; give --kept, or --rule new",
+            ["--keep-data=mine={made}/mine", "--set=train-data-upsampling-factors=2"],
+            "both decide the weights of the sources", False,
         ),
-        (["--keep-share=0.3"], "--keep-share 0.3 needs --keep-data NAME=SHARDS"),
-        (
-            ["--keep-data=mine={mine}", "--keep-share=1"],
-            "--keep-share 1.0 is out of range; give a share between 0 and 1",
-        ),
-        (
-            ["--keep-data=mine={mine}", "--set=train-data-upsampling-factors=2"],
-            "both decide the weights of the sources",
-        ),
-        (["--keep-data=mine={mine}"], "two sources are called 'mine'"),
-        (["--kept=held-out={old}"], "the set held-out is both new and kept"),
+        (["--keep-data=mine={made}/mine"], "two sources are called 'mine'", False),
+        (["--kept=held-out={made}/old"], "the set held-out is both new and kept", False),
     ],
-)
-def test_what_keeping_refuses(made, tmp_path, refusal, flags, words):
-    assert words in refusal(*(flag.format(mine=made / "mine", old=made / "old") for flag in flags))
-    assert not (tmp_path / "ft" / "run").exists()  # before the training
+)  # fmt: skip
+def test_refusals_come_before_the_training(made, tmp_path, capsys, flags, words, exported):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("x")
+    given = [flag.format(tmp=tmp_path, made=made) for flag in flags]
+    with locked(tmp_path / "busy"):
+        assert main(arguments(made, tmp_path / "ft", *given)) == 2
+    assert words.format(tmp=tmp_path) in capsys.readouterr().err
+    assert not [*tmp_path.glob("*/run")] and bool([*tmp_path.glob("*/before")]) == exported
 
 
 @pytest.mark.parametrize("distinct", [1, 40])

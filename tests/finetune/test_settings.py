@@ -54,23 +54,28 @@ def test_the_batch_is_split_over_micro_batches_and_ranks(gpus, split):
     assert chosen(facts(10_000, gpus=gpus), batch_size="32")["batch-size"] == "32"
 
 
-def test_sources_tokenizer_and_machine_decide():
-    two = {"a": 5_000, "b": 3_000}
-    assert chosen(facts(8_000, sources=two))["sampling"] == "debiased"
-    assert chosen(facts(8_000, sources={"a": 7_900, "b": 100}))["sampling"] == "random"
-    assert chosen(facts(8_000, sources=two, old_share=0.2))["sampling"] == "random"
-    assert (
-        chosen(facts(8_000))["text-augment"] is None
-        and chosen(facts(8_000, masks=True))["text-augment"] == "0.2"
-    )
-    assert [chosen(facts(8_000, gpus=gpus, bf16=bf16))["precision"] for gpus, bf16 in ((0, False), (1, True), (1, False))] == [
-        "fp32", "amp_bf16", "amp",
-    ]  # fmt: skip
-    assert [chosen(facts(8_000, sigmoid=each))["siglip"] for each in (True, False)] == ["", None]
-    assert (
-        chosen(facts(1_000_000))["save-every-steps"] == "250"
-        and chosen(facts(1_000))["save-every-steps"] is None
-    )
+TWO = {"a": 5_000, "b": 3_000}
+
+
+@pytest.mark.parametrize(
+    ("given", "flag", "value"),
+    [
+        ({"sources": TWO}, "sampling", "debiased"),
+        ({"sources": {"a": 7_900, "b": 100}}, "sampling", "random"),
+        ({"sources": TWO, "old_share": 0.2}, "sampling", "random"),
+        ({}, "text-augment", None),
+        ({"masks": True}, "text-augment", "0.2"),
+        ({"gpus": 0}, "precision", "fp32"),
+        ({"gpus": 1, "bf16": True}, "precision", "amp_bf16"),
+        ({"gpus": 1, "bf16": False}, "precision", "amp"),
+        ({"sigmoid": True}, "siglip", ""),
+        ({"sigmoid": False}, "siglip", None),
+        ({"samples": 1_000_000}, "save-every-steps", "250"),
+        ({"samples": 1_000}, "save-every-steps", None),
+    ],
+)
+def test_sources_tokenizer_and_machine_decide(given, flag, value):
+    assert chosen(facts(**{"samples": 8_000, **given}))[flag] == value
 
 
 def test_what_is_asked_replaces_the_choice_and_says_so():
