@@ -27,7 +27,7 @@ from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing
 from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set, read_karpathy
 from open_clip_zerovl.data.sources import parse_sources
-from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
+from open_clip_zerovl.prepare.check import check_shards, write_sizes
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.pictures import Failure, encode_picture
 from open_clip_zerovl.prepare.public import largest_phrases
@@ -89,7 +89,7 @@ def probe(label: str) -> Reader:
 
 def data_check(folder: Path) -> str | None:
     result = check_shards(folder / "source", threads=1, decode=True, progress=False)
-    return BAD_SAMPLE if result.faults and check_report(result) else None
+    return BAD_SAMPLE if result.faults else None
 
 
 def packing(folder: Path, where: str) -> str | None:

@@ -159,7 +159,7 @@ def check(
         UserError: a fault, a table, or a folder that cannot be read.
     """
     from open_clip_zerovl.data.components import kind_of
-    from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
+    from open_clip_zerovl.prepare.check import check_shards, write_sizes
 
     if kind_of(str(folder)).kind == "table":
         raise UserError(
@@ -172,9 +172,9 @@ def check(
         )
     result = check_shards(folder, threads=threads, hashes=hash, decode=decode)
     if result.faults:
-        print(check_report(result))
-        raise UserError(f"{folder} has {sum(result.faults.values())} faults: see above.")
-    return check_report(result)
+        print(result.report)
+        raise UserError(f"{folder} has {result.faults} faults: see above.")
+    return result.report
 
 
 def near(

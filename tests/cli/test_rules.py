@@ -344,7 +344,7 @@ def test_bytes_behind_the_end_mark_are_named(tmp_path, case):
     except UserError as error:
         refused = str(error)
     assert "end mark" in str(refused)
-    faults = str(check_shards(tmp_path / "in", progress=False).faults)
+    faults = check_shards(tmp_path / "in", progress=False).report
     assert "end mark" in faults or "gzip" in case
 
 

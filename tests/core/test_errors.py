@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from open_clip_zerovl import cli
 from open_clip_zerovl import cli as program
 from open_clip_zerovl.core.errors import UserError, ended, printable
-from open_clip_zerovl.prepare.check import check_report, check_shards
+from open_clip_zerovl.prepare.check import check_shards
 from support.tars import png, write_tar
 
 KEY = "a\x1b[2J\x1b]0;title\x07\u202e"
@@ -43,7 +43,7 @@ def test_keys_of_tars_are_printed_escaped(tmp_path):
         tmp_path / "s/0.tar",
         [(f"{KEY}.png", png((1, 2, 3))), (f"{KEY}.txt", b" "), ("b\udcff.txt", b"")],
     )
-    report = check_report(check_shards(tmp_path / "s", progress=False))
+    report = check_shards(tmp_path / "s", progress=False).report
     assert r"caption is empty: 2 (a\x1b[2J\x1b]0;title\x07\u202e, b\udcff)" in report
     assert all(line.isprintable() for line in report.splitlines())
 

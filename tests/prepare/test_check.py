@@ -12,9 +12,10 @@ import pytest
 from open_clip_zerovl import cli
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.sources import count_tar_samples
-from open_clip_zerovl.prepare.check import check_report, check_shards, write_sizes
+from open_clip_zerovl.prepare.check import check_shards, write_sizes
 from open_clip_zerovl.shards.files import write_shard
 from open_clip_zerovl.shards.tar import BrokenTar, Member, Sample, read_samples, walk_tar
+from support.pairs import picture
 from support.tars import png, write_source, write_tar
 
 
@@ -170,8 +171,7 @@ def test_rotten_headers_end_in_a_sentence_and_training_reads_what_lies_before(tm
     shard.write_bytes(content[: -(-len(content) // 512) * 512] + ROTTEN_HEADERS[kind] + bytes(1024))
     with pytest.raises(UserError, match=r"0\.tar is broken: "):
         write_sizes(tmp_path / "s", progress=False)
-    (found,) = check_shards(tmp_path / "s", progress=False).shards
-    assert any(fault.startswith("broken: ") for fault in found.faults)
+    assert "0.tar: broken: " in check_shards(tmp_path / "s", progress=False).report
     with pytest.raises(UserError, match=r"shard .*0\.tar cannot be read"):
         list(read_samples(shard))
     assert count_tar_samples(shard, torn=True) in (
@@ -194,6 +194,7 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         "f": {"png": b"<html>", "txt": b"page"},
         "g": {"png": png((1, 2, 3)), "txt": b"fine"},
         "h": {"gif": b"GIF89a", "txt": b"fine"},
+        "i": {"jpg": picture(0, "JPEG") + b"a phone's own", "txt": b"fine"},
     }
     write_shard(tmp_path / "00001.tar", [Sample(key, files) for key, files in faulty.items()])
     write_tar(
@@ -201,32 +202,32 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         [("k.jpg", jpg), ("k.txt", b"1"), ("l.jpg", jpg), ("l.txt", b"2"), ("k.jpg", jpg)],
     )
     (tmp_path / "00003.tar").write_bytes((tmp_path / "00000.tar").read_bytes()[:2000])
-    sizes = {"00000.tar": 4, "00001.tar": 8, "00002.tar": 2, "00003.tar": 4, "00009.tar": 1}
+    sizes = {"00000.tar": 4, "00001.tar": 9, "00002.tar": 2, "00003.tar": 4, "00009.tar": 1}
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
-    result = check_shards(tmp_path, progress=False)
-    by_shard = {shard.shard: dict(shard.faults) for shard in result.shards}
-    assert by_shard["00000.tar"] == {}
-    assert by_shard["00001.tar"] == {
-        "no caption": 1,
-        "no picture": 1,
-        "caption is empty": 1,
-        "caption is not UTF-8": 1,
-        "picture is cut off": 1,
-        "picture is not a png": 1,
-    }
-    assert by_shard["00002.tar"] == {
-        "key comes twice": 1,
-        "no caption": 1,
-        "holds 3 samples, and 2 in sizes.json": 1,
-    }
-    assert any(fault.startswith("broken: it is cut off") for fault in by_shard["00003.tar"])
-    assert by_shard["00009.tar"] == {"shard missing": 1}
-    text = check_report(result)
-    assert "00001.tar: no caption: 1 (a)" in text and "faults." in text
+    faults, report = check_shards(tmp_path, progress=False)
+    head, *lines, last = report.splitlines()
+    assert (
+        head.startswith("16 samples in 5 shards, ") and last == f"{faults} faults." == "12 faults."
+    )
+    broken = [line for line in lines if line.startswith("00003.tar: broken: it is cut off after")]
+    assert [line for line in lines if line not in broken] == [
+        "00001.tar: no caption: 1 (a)",
+        "00001.tar: no picture: 1 (b)",
+        "00001.tar: caption is empty: 1 (c)",
+        "00001.tar: caption is not UTF-8: 1 (d)",
+        "00001.tar: picture is cut off: 1 (e)",
+        "00001.tar: picture is not a png: 1 (f)",
+        "00002.tar: key comes twice: 1 (k)",
+        "00002.tar: no caption: 1 (k)",
+        "00002.tar: holds 3 samples, and 2 in sizes.json",
+        "00003.tar: holds 0 samples, and 4 in sizes.json",
+        "00009.tar: shard missing",
+    ]
     # A broken picture that looks whole from outside is found when it is decoded.
-    _, shard, *_ = check_shards(tmp_path, decode=True, progress=False).shards
-    fault = "picture cannot be decoded (UnidentifiedImageError)"
-    assert shard.examples[fault] == ["a", "c", "d", "h"]
+    decoded = check_shards(tmp_path, decode=True, progress=False).report
+    assert (
+        "00001.tar: picture cannot be decoded (UnidentifiedImageError): 4 (a, c, d, h)" in decoded
+    )
     with pytest.raises(UserError, match="no manifest.json with hashes"):
         check_shards(tmp_path, hashes=True, progress=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 import open_clip_zerovl.api as zerovl
@@ -105,6 +107,17 @@ def classes(folder: Path, *, only: str = "hat") -> Path:
 
 def uneven_classes(folder: Path) -> Path:
     (classes(folder) / "hat/0.png").rename(folder / "0.png")
+    return folder
+
+
+def classes_of_other_numbers(folder: Path) -> Path:
+    """Two parquet files whose classes differ behind those that a sentence lists."""
+    folder.mkdir()
+    for number, last in enumerate("yz"):
+        label = {"_type": "ClassLabel", "names": [*"abcdefghijklm", last]}
+        about = {b"huggingface": json.dumps({"info": {"features": {"label": label}}}).encode()}
+        rows = pyarrow.table({"image": [picture(number)], "label": [13]})
+        pyarrow.parquet.write_table(rows.replace_schema_metadata(about), folder / f"{last}.parquet")
     return folder
 
 
@@ -243,6 +256,10 @@ MISTAKES: dict[
         files(state_json=b"{}", x_arrow=b""),
         r"state.json does not list the Arrow files",
         {"form": "arrow"},
+    ),
+    "classes of other numbers": (
+        classes_of_other_numbers,
+        r"z.parquet has other columns or classes \(.*\) than .*y.parquet",
     ),
     "no parquet": (files(x_parquet=b"PAR"), r"is not a parquet file, or a broken one"),
     "a source of a folder": (

@@ -222,6 +222,23 @@ def test_a_killed_fetch_goes_on_and_its_room_is_free_for_others(server, cache):
     assert used(Path(cache.folder)) <= small.limit_bytes
 
 
+def test_a_kill_between_two_versions_mixes_no_bytes(server, cache, monkeypatch):
+    server.faults["large"] = ["cut:1000000"]
+    with pytest.raises(Unreachable):
+        read(cache, server.url("large"), patient(retries=0))
+    (server.folder / "large").write_bytes(CONTENT[::-1])
+    write = Path.write_text
+
+    def written_last(*arguments, **options):
+        write(*arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", written_last)
+        read(cache, server.url("large"))
+    assert read(cache, server.url("large")) == CONTENT[::-1]
+
+
 def test_the_bound_holds_and_the_least_recently_used_makes_room(server, tmp_path):
     size = max(len(original(server, number)) for number in range(4))
     cache = ShardCache(str(tmp_path / "cache"), 3 * (size + 100))

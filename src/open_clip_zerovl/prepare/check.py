@@ -1,17 +1,13 @@
-"""`zerovl data check`: shards that are there, every sample read, or counted into `sizes.json`.
-
-`check_shards` reads every sample; pictures are decoded only on request. `write_sizes` reads tar headers only.
-"""
+"""`zerovl data check`: shards that are there, every sample read, or counted into `sizes.json`."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 from tqdm.auto import tqdm
@@ -41,53 +37,11 @@ _EXAMPLES = 5
 Result = TypeVar("Result")
 
 
-@dataclass
-class ShardCheck:
-    """The result of checking one shard.
+class Check(NamedTuple):
+    """The number of faults in a folder, and the report that lists them by shard."""
 
-    Attributes:
-        shard: file name of the shard.
-        faults: kind of fault -> how many.
-        examples: kind of fault -> the first keys that have it.
-    """
-
-    shard: str
-    samples: int = 0
-    size_bytes: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
-
-    def fault(self, kind: str, key: str = "") -> None:
-        """Count a fault, of the sample with this key."""
-        self.faults[kind] += 1
-        if key and len(self.examples.setdefault(kind, [])) < _EXAMPLES:
-            self.examples[kind].append(key)
-
-
-@dataclass(frozen=True)
-class FolderCheck:
-    """The result of checking the shards of a folder."""
-
-    shards: list[ShardCheck]
-
-    @property
-    def faults(self) -> Counter[str]:
-        """Count the faults of all shards by their kind."""
-        return sum((shard.faults for shard in self.shards), Counter())
-
-
-def check_report(result: FolderCheck) -> str:
-    """Format the result as text: totals, then the faults of each shard."""
-    samples = sum(shard.samples for shard in result.shards)
-    size = sum(shard.size_bytes for shard in result.shards)
-    lines = [f"{samples:,} samples in {len(result.shards):,} shards, {size / 1e9:.2f} GB read"]
-    for shard in result.shards:
-        for kind, count in shard.faults.items():
-            keys = shard.examples.get(kind, [])
-            shown = ", ".join(keys) + (", ..." if count > len(keys) else "")
-            lines.append(f"{shard.shard}: {kind}" + (f": {count} ({shown})" if keys else ""))
-    lines.append("No faults." if not result.faults else f"{sum(result.faults.values())} faults.")
-    return "\n".join(map(printable, lines))
+    faults: int
+    report: str
 
 
 def _faults(members: Mapping[str, Member], decode: bool) -> Iterator[str]:
@@ -97,6 +51,7 @@ def _faults(members: Mapping[str, Member], decode: bool) -> Iterator[str]:
     if image_of(members) is None:
         yield "no picture"
     for extension, member in members.items():
+        whole = True
         try:
             if extension == TEXT_EXTENSION:
                 for line in caption_lines(member.content()) or [b""]:
@@ -104,16 +59,16 @@ def _faults(members: Mapping[str, Member], decode: bool) -> Iterator[str]:
             elif extension in IMAGE_EXTENSIONS:
                 content = member.content()
                 first, last = PICTURE_MARKS.get(extension, (b"", b""))
+                whole = content.endswith(last, len(first))
                 if not content.startswith(first):
                     yield f"picture is not a {extension}"
-                elif not content.endswith(last, len(first)):
-                    yield "picture is cut off"
-                elif decode:
+                elif decode or not whole:  # phones write more behind the end of a picture
                     decoded(content, Image.Image.load)
         except BadCaption as error:
             yield "caption is empty" if error.reason == EMPTY else "caption is not UTF-8"
         except BadPicture as error:
-            yield f"picture cannot be decoded ({type(error.__cause__).__name__})"
+            cause = f"picture cannot be decoded ({type(error.__cause__).__name__})"
+            yield cause if whole else "picture is cut off"
 
 
 def _each(
@@ -159,14 +114,14 @@ def check_shards(
     hashes: bool = False,
     decode: bool = False,
     progress: bool = True,
-) -> FolderCheck:
+) -> Check:
     """Check every sample of every shard of a local folder.
 
     Faults that are found:
 
     - shards that are cut off or are not tars, and keys that come twice in a shard
     - samples without picture or caption, captions that are empty or not UTF-8
-    - pictures that do not begin or end as their format does
+    - pictures that do not begin as their format does, or are cut off
     - shards that `sizes.json` or the manifest lists and that are missing
     - shards that `sizes.json` does not list, or lists with another number of samples
 
@@ -187,30 +142,39 @@ def check_shards(
     if not names:
         raise UserError(f"{folder} holds no *.tar shards: give a source's own folder.")
 
-    def check(name: str) -> ShardCheck:
-        result = ShardCheck(name)
-        file = path / name
+    def check(name: str) -> tuple[int, int, dict[str, list[str]]]:
+        """Return samples, bytes, and fault -> keys of the samples that have it, [""] for one of the shard."""
+        file, samples = path / name, 0
+        faults: defaultdict[str, list[str]] = defaultdict(list)
         seen: set[str] = set()
         if not file.is_file():
-            result.fault("shard missing")
-            return result
-        result.size_bytes = file.stat().st_size
+            return 0, 0, {"shard missing": [""]}
         try:
             for key, members in locate_samples(file, whole=True):
-                result.samples += 1
+                samples += 1
                 if key in seen:
-                    result.fault("key comes twice", key)
+                    faults["key comes twice"].append(key)
                 seen.add(key)
                 for fault in _faults(members, decode):
-                    result.fault(fault, key)
+                    faults[fault].append(key)
         except ShardError as error:
-            result.fault(f"broken: {error}")
+            faults[f"broken: {error}"] = [""]
         if hashes and sha256_of(file) != manifest.get(name, {}).get("sha256"):
-            result.fault("hash differs from the manifest's")
+            faults["hash differs from the manifest's"] = [""]
         if sizes is not None and name not in sizes:
-            result.fault("not in sizes.json")
-        elif sizes is not None and sizes[name] != result.samples:
-            result.fault(f"holds {result.samples} samples, and {sizes[name]} in sizes.json")
-        return result
+            faults["not in sizes.json"] = [""]
+        elif sizes is not None and sizes[name] != samples:
+            faults[f"holds {samples} samples, and {sizes[name]} in sizes.json"] = [""]
+        return samples, file.stat().st_size, faults
 
-    return FolderCheck(_each(check, names, threads, progress))
+    counts, size_bytes, faults = zip(*_each(check, names, threads, progress), strict=True)
+    lines = [
+        f"{sum(counts):,} samples in {len(names):,} shards, {sum(size_bytes) / 1e9:.2f} GB read"
+    ]
+    for name, of_shard in zip(names, faults, strict=True):
+        for kind, keys in of_shard.items():
+            shown = ", ".join(keys[:_EXAMPLES]) + ", ..." * (len(keys) > _EXAMPLES)
+            lines.append(f"{name}: {kind}" + (f": {len(keys)} ({shown})" if keys != [""] else ""))
+    total = sum(len(keys) for of_shard in faults for keys in of_shard.values())
+    lines.append(f"{total} faults." if total else "No faults.")
+    return Check(total, "\n".join(map(printable, lines)))

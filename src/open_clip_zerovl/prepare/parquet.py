@@ -102,7 +102,7 @@ class ArrowReader(ColumnReader):
 
     def _choose(self) -> Chosen:
         self.total = 0
-        every: list[Chosen] = []
+        first: tuple[Chosen, Sequence[str]] | None = None
         for file in self.files:
             with self._reading(file, "is not a {form} file, or a broken one") as table:
                 schema, rows = (
@@ -110,14 +110,15 @@ class ArrowReader(ColumnReader):
                     if self.form == "parquet"
                     else (table.schema, table.num_rows)
                 )
-            every.append(self._choose_in(file, schema))
-            if every[-1] != every[0]:
+            chosen = self._choose_in(file, schema)
+            first = first or (chosen, self.words)
+            if (chosen, self.words) != first:  # a row names its class by a number
                 raise UserError(
-                    f"{file} has other columns ({every[-1].words}) than {self.files[0]} ({every[0].words}): "
+                    f"{file} has other columns or classes ({chosen.words}) than {self.files[0]} ({first[0].words}): "
                     "pack them one at a time"
                 )
             self.total += rows
-        return every[0]
+        return chosen
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         names = self.chosen.read

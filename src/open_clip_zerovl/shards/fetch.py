@@ -433,12 +433,13 @@ class _Transfer:
                 self.part.unlink(missing_ok=True)
             raise
         with closing(answer):
-            changed = answer.version != self.version
-            # without a version each copy is one of its own
-            self.mark.write_text(answer.version or secrets.token_hex(8), encoding="utf-8")
-            if changed and answer.begins:
-                self.part.unlink()
-                raise Broken("changed on its server")
+            if answer.version != self.version:
+                # before the new version is noted: else a kill leaves bytes of the old one as its beginning
+                self.part.unlink(missing_ok=True)
+                # without a version each copy is one of its own
+                self.mark.write_text(answer.version or secrets.token_hex(8), encoding="utf-8")
+                if answer.begins:
+                    raise Broken("changed on its server")
             self._receive(answer)
         if answer.total not in (None, self._came()):
             raise Broken("cut off")
