@@ -1,26 +1,43 @@
-"""`RecipeStep`: training's loop and a loop around the step prepare the same micro-batches alike and take the same step."""
+"""`RecipeStep`: training's loop and a loop around the step prepare the same micro-batches alike and take the same step.
+
+`--sort-text`: texts sorted by length over a step's micro-batches and cut give the gradient of the texts as they came.
+"""
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from types import SimpleNamespace
 
+import open_clip
 import pytest
 import torch
-from open_clip.loss import SigLipLoss
+from open_clip.loss import ClipLoss, SigLipLoss
 
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, seed_step, stream_seed
-from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
 from open_clip_zerovl.recipe.flags import AllFlags
-from open_clip_zerovl.recipe.mixup import CoinFlipMixup
-from open_clip_zerovl.recipe.step import loss_inputs_of
+from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
+from open_clip_zerovl.recipe.step import RecipeStep, loss_inputs_of, sort_texts, text_padding
+from open_clip_zerovl.recipe.towers import freeze
+from support.dga_reference import (
+    CONTEXT,
+    VOCABULARY,
+    batches,
+    bert_clip,
+    error,
+    gradients,
+    one_graph,
+)
 from support.recipe_model import RecipeModel, recipe_model
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
+from support.two_towers import stock_clip
 from training.log import RunLog
 from training.params import parse
 from training.train import Trainer, create_loss
 
-CPU = torch.device("cpu")
 STEPS, K, SEED = 8, 2, 5
 
 
@@ -186,3 +203,133 @@ def test_one_process_says_that_it_gathers_nothing(ranks, caplog):
     args.rank, args.world_size = 0, ranks
     assert not create_loss(config, args).gather_grad
     assert ("changes nothing in one process" in caplog.text) == (ranks == 1)
+
+
+# --- texts of similar length ----------------------------------------------------------------------------------------
+
+SIZES = [4, 5, 3]
+EXACT = 1e-12
+
+
+clip = partial(stock_clip, open_clip.CustomTextCLIP, layers=2)
+MODELS = {"BERT": bert_clip, "open_clip": clip}
+
+
+def padded(sizes=SIZES, seed=1):
+    """Micro-batches whose texts have 3 to `CONTEXT` tokens, the last of them the largest, and padding 0."""
+    micro_batches = batches(sizes, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for _, texts in micro_batches:
+        ends = torch.randint(3, CONTEXT + 1, (len(texts), 1), generator=generator)
+        texts.clamp_(max=VOCABULARY - 2)
+        texts[torch.arange(CONTEXT) == ends - 1] = VOCABULARY - 1
+        texts[torch.arange(CONTEXT) >= ends] = 0
+    return micro_batches
+
+
+def sorted_and_cut(micro_batches):
+    texts, order = sort_texts([texts for _, texts in micro_batches], 0)
+    return [(images, part) for (images, _), part in zip(micro_batches, texts, strict=True)], order
+
+
+def test_texts_are_sorted_and_cut():
+    first = torch.tensor(
+        [[1, 2, 9, 0, 0], [1, 2, 3, 4, 9], [1, 0, 2, 9, 0]]
+    )  # 0 is a token of open_clip's, too
+    second = torch.tensor([[1, 9, 0, 0, 0], [0, 0, 0, 0, 0]])
+    (short, long), order = sort_texts([first, second], 0)
+    assert order.tolist() == [4, 3, 0, 2, 1]
+    assert short.tolist() == [[0, 0, 0], [1, 9, 0], [1, 2, 9]]
+    assert long.tolist() == [[1, 0, 2, 9, 0], [1, 2, 3, 4, 9]]
+    (_, cut), _ = sort_texts([second[1:], first[2:]], 0)
+    assert cut.tolist() == [[1, 0, 2, 9]]  # up to the last token, not to the number of tokens
+
+
+@pytest.mark.parametrize("retain", [0, 1, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_without_dropout_the_gradient_is_that_of_texts_as_they_came(kind, retain):
+    model, micro_batches = MODELS[kind]().eval(), padded()
+    assert text_padding(model) == 0
+    _, wanted = one_graph(model, ClipLoss(), micro_batches)
+    short, order = sorted_and_cut(micro_batches)
+    assert short[0][1].shape[1] < CONTEXT
+    dga = DecoupledGradientAccumulation(
+        model, ContrastiveLoss(chunk_size=5), retain=retain, check="always"
+    )
+    dga.backward(short, text_order=order)
+    assert error(gradients(model), wanted) <= EXACT
+    dga.backward(short)
+    assert error(gradients(model), wanted) > 0.1  # negative control: texts left with other images
+
+
+@pytest.mark.parametrize("frozen", [None, "image", "text"])
+def test_with_dropout_both_passes_draw_the_masks_of_one_graph(frozen):
+    model, micro_batches = bert_clip(), padded()
+    if frozen:
+        freeze(model, [frozen])
+    short, order = sorted_and_cut(micro_batches)
+
+    def unsorted(image_features, text_features, **rest):
+        return ClipLoss()(image_features, text_features[order.argsort()], **rest)
+
+    torch.manual_seed(SEED)
+    _, wanted = one_graph(model, unsorted, short)
+    dga = DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=1, check="always")
+    torch.manual_seed(SEED)
+    dga.backward(short, text_order=order)
+    assert error(gradients(model), wanted) <= 1e-10
+
+
+@pytest.mark.parametrize("mixes_images", [False, True])
+def test_mixup_knows_the_partners_of_sorted_texts(mixes_images, monkeypatch):
+    """The reference has the pairs sorted, images with their texts, for the loss does not mind the order of pairs."""
+    model, micro_batches, mix = bert_clip().eval(), padded(), Mix(mixes_images, 0.3)
+    mixup = CoinFlipMixup()
+    mixup.attach(model)
+    _, order = sorted_and_cut(micro_batches)
+    images, texts = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    rows = torch.arange(sum(SIZES)) if mixes_images else order
+    pairs = list(zip(images[rows].split(SIZES), texts[rows].split(SIZES), strict=True))
+    targets = {"mixup_lambda": 0.3, "partner": reversed_partner(SIZES)}
+    with mixup.applied(mix):
+        _, wanted = one_graph(model, ContrastiveLoss(), pairs, prepare=mix.prepare, **targets)
+
+    monkeypatch.setattr(mixup, "draw", lambda: mix)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.0), {}
+    optimizer.zero_grad = lambda: None
+    for sort_text in (True, False):
+        step = RecipeStep(
+            model, ContrastiveLoss(), optimizer, precision="fp32", mixup=mixup, sort_text=sort_text,
+        )  # fmt: skip
+        step.take(micro_batches, 0)
+        found[sort_text] = gradients(model)
+    assert error(found[True], wanted) <= EXACT
+    assert mixes_images or error(found[False], wanted) > 1e-3  # unsorted, the partners differ
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (stock_clip, "build the model with --force-custom-text"),
+        (lambda: clip(no_causal_mask=True, pool_type="last"), "takes the last place"),
+        (lambda: clip(no_causal_mask=True, pool_type="first"), "looks at padding"),
+    ],
+)
+def test_towers_whose_texts_cannot_be_cut_are_refused(model, words):
+    with pytest.raises(UserError, match=words):
+        text_padding(model())
+
+
+@pytest.mark.parametrize("pooled", ["argmax", "first"])
+def test_a_causal_tower_takes_cut_texts(pooled):
+    assert text_padding(clip(pool_type=pooled)) == 0
+
+
+@pytest.mark.parametrize(
+    "order", [torch.arange(7), torch.zeros(12, dtype=torch.long), torch.arange(12.0)], ids=str
+)
+def test_an_order_that_is_not_a_permutation_is_refused(order):
+    model = bert_clip()
+    with pytest.raises(UserError, match=r"text_order must hold each of 0..11 once"):
+        DecoupledGradientAccumulation(model, ContrastiveLoss()).backward(padded(), text_order=order)
+    assert all(parameter.grad is None for parameter in model.parameters())

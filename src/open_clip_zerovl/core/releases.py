@@ -28,22 +28,22 @@ class ReleaseLine:
     """A line of open_clip releases.
 
     Attributes:
-        name: "3.3.x".
-        versions: the beginning of its releases' versions.
+        name: "3.3.x", the beginning of its releases' versions.
         read: the version that was read, and on which the tests run.
         tested: `read` in words: "3.3.0", "main of 27 June 2026 (4.2.0.dev0)".
-        precision: the default of `--precision`.
         optimizers: values of `--opt` besides timm/NAME.
         reports: values of `--report-to`.
     """
 
     name: str
-    versions: str
     read: str
     tested: str
-    precision: str
     optimizers: tuple[str, ...]
     reports: tuple[str, ...]
+
+    def holds(self, version: str) -> bool:
+        """Return whether a version belongs to the line."""
+        return version.startswith(self.name.removesuffix("x"))
 
     def untested(self, version: str) -> str | None:
         """Warn of a version that the tests were not run on.
@@ -60,12 +60,11 @@ class ReleaseLine:
 
 
 OPENCLIP_V3 = ReleaseLine(
-    "3.3.x", "3.3.", "3.3.0", "3.3.0", precision="amp", optimizers=("adamw",),
-    reports=("tensorboard", "wandb", "all"),
+    "3.3.x", "3.3.0", "3.3.0", optimizers=("adamw",), reports=("tensorboard", "wandb", "all"),
 )  # fmt: skip
 OPENCLIP_V4 = ReleaseLine(
-    "4.x", "4.", "4.2.0.dev0", "main of 27 June 2026 (4.2.0.dev0)", precision="amp_bf16",
-    optimizers=("adamw", "nadamw"), reports=("tensorboard", "wandb", "trackio", "all"),
+    "4.x", "4.2.0.dev0", "main of 27 June 2026 (4.2.0.dev0)", optimizers=("adamw", "nadamw"),
+    reports=("tensorboard", "wandb", "trackio", "all"),
 )  # fmt: skip
 LINES = (OPENCLIP_V3, OPENCLIP_V4)
 
@@ -82,7 +81,7 @@ def line_of(version: str) -> ReleaseLine:
         UserError: a version of no line.
     """
     for line in LINES:
-        if version.startswith(line.versions):
+        if line.holds(version):
             return line
     names = " and ".join(line.name for line in LINES)
     raise UserError(f"open_clip_torch {version} is not supported, {names} are; {INSTALL}")
@@ -114,7 +113,7 @@ def line_here() -> ReleaseLine:
         3.3 for a version of no line, which is refused at its import.
     """
     version = version_here() or ""
-    return next((line for line in LINES if version.startswith(line.versions)), OPENCLIP_V3)
+    return next((line for line in LINES if line.holds(version)), OPENCLIP_V3)
 
 
 def load_open_clip() -> None:

@@ -1,18 +1,29 @@
-"""Learning rates by part and layer (--lr-image, --lr-text, --lr-head, --layer-decay)."""
+"""The optimizer: groups, learning rates by part and layer, the schedule, clipping, the temperature's bounds."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import open_clip
 import pytest
 import torch
+from open_clip_train.scheduler import cosine_lr as stock_cosine_lr
+from torch import nn
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
+from open_clip_zerovl.losses import ContrastiveLoss
+from open_clip_zerovl.recipe.build import apply_methods
 from open_clip_zerovl.recipe.flags import RecipeConfig
-from open_clip_zerovl.recipe.optimizer import Rates, described_groups, parameter_groups
-from open_clip_zerovl.recipe.towers import checkpoint_without_reentry, layers_of
-from support.dga_reference import CONTEXT, VOCABULARY, bert_clip
+from open_clip_zerovl.recipe.optimizer import (
+    Rates,
+    described_groups,
+    optimizer_step,
+    parameter_groups,
+)
+from open_clip_zerovl.recipe.towers import checkpoint_without_reentry, freeze, layers_of
+from support.dga_reference import CONTEXT, VOCABULARY, batches, bert_clip
 from support.tiny_clip import CLIP_TEXT, TIMM_VISION
 from support.two_towers import stock_clip
 from training.checkpointing import keep_settings
@@ -158,3 +169,100 @@ def test_checkpointed_layers_above_constant_embeddings_train():
     layers = model.text.transformer.encoder.layer
     assert layers[0].gradient_checkpointing
     assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+# open_clip_train.main's condition for a parameter without weight decay, in its words.
+def spared_by_open_clip(n, p):
+    return p.ndim < 2 or "bn" in n or "ln" in n or "bias" in n or "logit_scale" in n
+
+
+EMBEDDINGS = [
+    (timm_clip, "cls_token pos_embed positional_embedding token_embedding"),
+    (
+        plain_clip,
+        "class_embedding positional_embedding visual.positional_embedding token_embedding",
+    ),
+    (
+        bert_clip,
+        "class_embedding positional_embedding word_embeddings position_embeddings token_type_embeddings",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "embeddings"), EMBEDDINGS)
+def test_the_default_groups_are_open_clips_and_embeddings_are_spared_on_request(make, embeddings):
+    model = make()
+    freeze(model, ["text"] if make is timm_clip else [], projection=False)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    usual = parameter_groups(model, 0.2)
+    assert [group["weight_decay"] for group in usual] == [0.0, 0.2]
+    for group, spared in zip(usual, (True, False), strict=True):
+        wanted = [p for name, p in trained.items() if spared_by_open_clip(name, p) == spared]
+        assert list(map(id, group["params"])) == list(map(id, wanted))
+    of = {id(p): name for name, p in trained.items()}
+    spared, decayed = (
+        {of[id(p)] for p in group["params"]}
+        for group in parameter_groups(model, 0.2, exempt_embeddings=True)
+    )
+    moved = spared - {of[id(p)] for p in usual[0]["params"]}
+    assert spared | decayed == trained.keys() and moved
+    assert all(any(word in name for word in embeddings.split()) for name in moved), moved
+    assert not any("embed" in name.split(".")[-1] or "_embeddings" in name for name in decayed)
+
+
+def test_the_rate_rises_over_the_warm_up_and_falls_to_its_floor():
+    """As open_clip's own where the floor is 0."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0)
+    floored = cosine_lr(optimizer, 1.0, 4, 12, lr_min=0.2)
+    assert [floored(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert floored(8) == pytest.approx(0.6) and floored(12) == floored(20) == pytest.approx(0.2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+    ours, stock = (
+        cosine_lr(optimizer, 1.0, 4, 12, lr_min=0.0),
+        stock_cosine_lr(optimizer, 1.0, 4, 12),
+    )
+    assert [ours(step) for step in range(12)] == pytest.approx([stock(step) for step in range(12)])
+
+
+@pytest.mark.parametrize(("clip", "moved"), [(None, 5.0), (1.0, 1.0)])
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_a_step_clips_unscaled_gradients_and_leaves_out_infinite_ones(clip, moved, scale):
+    layer = nn.Linear(2, 1, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale else None
+    if scaler is not None:
+        scaler.scale(torch.zeros(()))  # as a loss would: the scaler starts here
+    layer.weight.grad = (scale or 1.0) * torch.tensor([[3.0, 4.0]])
+    optimizer_step(layer, optimizer, scaler=scaler, grad_clip_norm=clip)
+    assert (layer.weight - before).norm().item() == pytest.approx(moved, rel=1e-5)
+    if scaler is not None:
+        after = layer.weight.detach().clone()
+        layer.weight.grad = torch.tensor([[torch.inf, 1.0]])
+        optimizer_step(layer, optimizer, scaler=scaler, grad_clip_norm=clip)
+        assert torch.equal(layer.weight, after) and scaler.get_scale() == scale / 2
+
+
+def test_a_step_keeps_the_temperature_in_its_bounds_in_whatever_the_model_is_wrapped():
+    for wrap in (
+        lambda model: model,
+        torch.compile,
+        lambda model: nn.ModuleDict({"module": model}),
+    ):
+        for given, expected in ((5.0, math.log(100)), (-0.5, 0.0), (1.5, 1.5)):
+            model = plain_clip()
+            with torch.no_grad():
+                model.logit_scale.fill_(given)
+            optimizer_step(wrap(model), torch.optim.SGD(model.parameters(), lr=1.0))
+            assert model.logit_scale.item() == pytest.approx(expected)
+
+
+def test_a_constant_temperature_stays_and_the_rest_learns():
+    model = bert_clip()
+    torch.nn.init.constant_(model.logit_scale, 4.7)  # above the bound of one that learns, ln 100
+    apply_methods(model, None, RecipeConfig(temperature_constant=True), seed=0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    DecoupledGradientAccumulation(model, ContrastiveLoss()).backward(batches([3, 2]))
+    optimizer_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.equal(model.logit_scale, before["logit_scale"])
+    assert not torch.equal(model.visual.proj, before["visual.proj"])
