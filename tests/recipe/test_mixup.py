@@ -1,6 +1,6 @@
 """Coin-flip mixup equals A.3's formulas, also under decoupled accumulation, and repeats after a resume.
 
-Over two ranks, through the whole program: tests/training/test_methods_together.py.
+Over two ranks, through the whole program: tests/training/test_whole_program.py.
 """
 
 import copy

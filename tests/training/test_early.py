@@ -64,6 +64,7 @@ def test_help_and_refusals_need_no_torch(tmp_path, arguments, status, words):
         done.stdout + done.stderr
     )
     assert words in " ".join((done.stdout + done.stderr).split())
+    assert [path.name for path in (tmp_path / "logs").rglob("*")] == ["taken", "out.log"]
 
 
 def test_a_model_file_is_read_after_a_line_that_open_clip_is_loaded(tmp_path, monkeypatch, capsys):

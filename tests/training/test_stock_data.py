@@ -232,18 +232,6 @@ def test_no_shard_runs_what_it_holds(data, monkeypatch, caplog, extension):
     assert sample[extension.lower()] == content.getvalue()
 
 
-@pytest.mark.parametrize("content", ["filepath,title\n", "a table\n1\n"])
-def test_a_file_that_is_not_a_checkpoint_is_refused(run, data, content):
-    path = data / "no.pt"
-    path.write_text(content)
-    status, said = run("--train-data", "here.csv", "--resume", str(path), name="x")
-    assert status == 2 and "no.pt cannot be read" in said
-    assert "weights_only" not in said  # torch's advice to load it unchecked
-    with pytest.raises(UserError, match="no.pt cannot be read") as refusal:
-        read_state_dict(path)
-    assert "weights_only" not in str(refusal.value)
-
-
 def test_unnamed_data_opens_no_other_formats(data, monkeypatch):
     """webdataset's decoder and open_clip's tables name no formats to Pillow, which would start Ghostscript for EPS."""
     Image.init()
