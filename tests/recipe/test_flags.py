@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import fields
 
 import pytest
@@ -202,11 +203,12 @@ def test_an_image_size_is_read_before_and_after_open_clip_has_changed_it(words, 
     "words",
     [
         "--force-image-size 16 24 --image-mean 0.5 0.4 0.3 --lr 1e-4 --siglip",
-        "--freeze image --freeze text --aug-cfg scale=(0.6,1.0) use_timm=True",
+        "--freeze image --freeze text --aug-cfg 'scale=(0.6, 1.0)' use_timm=True",
+        "--aug-cfg 'scale=(0.6, 1.0)' --name 'my run'",
     ],
 )
 def test_a_table_of_flags_makes_the_words_of_which_it_is_made(words):
-    assert as_arguments(settings_of(words.split())) == words.split()
+    assert as_arguments(settings_of(shlex.split(words))) == shlex.split(words)
 
 
 def test_a_double_dash_before_the_flags_is_passed_over():

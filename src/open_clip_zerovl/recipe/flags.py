@@ -795,7 +795,7 @@ def settings_of(words: Sequence[str]) -> Settings:
         else:
             last.append(word)
     return {
-        name: shlex.join(parts) if len(parts) > 1 else "".join(parts)
+        name: shlex.join(parts) if len(parts) > 1 or name in SEVERAL_VALUES else "".join(parts)
         for name, parts in values.items()
     }
 
