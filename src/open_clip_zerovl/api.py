@@ -499,7 +499,7 @@ def evaluate(model: Given, data: Given, task: str = "retrieval", **flags: Any) -
 
 @command
 def retrieval(
-    *models: A[Model, "", "[NAME=]MODEL"],
+    *models: A[Model, "[NAME=]MODEL"],
     data: A[
         str,
         "a set is a folder in CLIP_benchmark's webdataset layout, shards as training reads them, a table of pairs "
@@ -526,7 +526,7 @@ def retrieval(
 
 @command
 def zero_shot(
-    model: A[Model, "", "MODEL"],
+    model: A[Model, "MODEL"],
     /,
     *,
     data: A[
@@ -562,7 +562,7 @@ class ProbeFlags(EncoderFlags):
 
 
 def linear_probe(
-    model: A[Model, "", "MODEL"],
+    model: A[Model, "MODEL"],
     /,
     *,
     train: A[

@@ -1,4 +1,7 @@
-"""Odd input to every command ends in one sentence and status 2, not in a traceback, and not after work that is then lost."""
+"""Odd input to every command ends in one sentence and status 2, not in a traceback, and not after work that is then lost.
+
+Misspelt words, lines before a wait, shell completion.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pickle
 import re
 import shutil
 import struct
+import subprocess
 import sys
 import textwrap
 import zlib
@@ -236,6 +240,7 @@ def test_every_flag_has_a_reader(command):
     }
     for parameter in parameters_of(function):
         assert parameter.name in read, parameter.name
+        assert parameter.flags[0].metavar or not parameter.positional, parameter.name
         for flag in parameter.flags if parameter.section not in (None, TuningFlags) else ():
             assert re.search(rf"\.{flag.name}\b|\b{flag.name}=", SOURCES), flag.name
 
@@ -267,8 +272,12 @@ def test_version_prints_the_release(capsys):
         ),
         ("export a b c=d", "unexpected argument 'c=d'; write it as --flag value"),
         (
-            "retrieval m",
-            "the following arguments are required: --data; `zerovl retrieval --help` lists the flags",
+            "retrieval",
+            "the following arguments are required: [NAME=]MODEL, --data; `zerovl retrieval --help` lists the flags",
+        ),
+        (
+            "finetune --data x --out y -- --lr 1",
+            "the following arguments are required: --from; `zerovl finetune --help` lists the flags",
         ),
         ("", "`zerovl` needs a command; `zerovl --help` lists the commands"),
         (
@@ -319,3 +328,25 @@ def test_progress_lines_of_an_export_come_once(monkeypatch, capsys, earlier):
     assert (start, end) == ("zerovl: loading open_clip", "zerovl: wrote x") and warning.endswith(
         "of open_clip"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("zerovl al", {"align"}),
+        ("zerovl data ch", {"check"}),
+        ("zerovl align --data D --batch", {"--batch-size"}),
+        ("zerovl train --batch-size 64 --dga-s", {"--dga-steps"}),
+        ("zerovl trial --equal ", {"time", "samples"}),
+    ],
+)
+def test_the_words_that_may_follow(tmp_path, line, words):
+    """As the shell function of argcomplete asks for it."""
+    pytest.importorskip("argcomplete", reason="pip install '.[shell]'")
+    request = {
+        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words"),
+        "_ARGCOMPLETE_SUPPRESS_SPACE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "open_clip_zerovl.cli"]
+    subprocess.run(command, env={**os.environ, **request}, check=True, timeout=60)
+    assert set((tmp_path / "words").read_text().split()) == words

@@ -23,7 +23,7 @@ from PIL import Image, PngImagePlugin
 
 from open_clip_zerovl.align.rows import open_sources as open_aligned
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import locked
+from open_clip_zerovl.core.files import locked, write_atomically
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import Crop, decode_image, decode_pixels
 from open_clip_zerovl.data.names import class_order
@@ -917,5 +917,6 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", without_locks)
+    write_atomically(tmp_path / "file", "is written all the same")
     with pytest.raises(UserError, match=f"of {tmp_path} has no locks .*--cache"), locked(tmp_path):
         pass

@@ -29,6 +29,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import takewhile
 from typing import Any, NoReturn, TypeVar
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
@@ -319,7 +320,8 @@ class Parser(argparse.ArgumentParser):
             UserError: always.
         """
         if "are required: " in message:
-            flags = [word.partition("=")[0] for word in self._words if word.startswith("--")]
+            words = takewhile(lambda word: word != "--", self._words)
+            flags = [word.partition("=")[0] for word in words if word.startswith("--")]
             unknown = [flag for flag in flags if flag not in self._option_string_actions]
             if unknown:
                 message = f"unrecognized arguments: {unknown[0]}"
