@@ -133,6 +133,8 @@ ANSWERS = {
     "pixel": "picture too small",
     "flood": "too many bytes",
     "silent": "timed out",
+    "drip": "timed out",
+    "huge": "too many bytes",
 }
 
 

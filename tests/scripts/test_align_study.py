@@ -20,15 +20,6 @@ RECORDS = ROOT / "docs" / "results" / "align"
 Records = dict[tuple[str, str], dict[int, dict[str, Any]]]  # (question, row) -> seed -> record
 
 
-def read_records(file: Path) -> Records:
-    """Read the records of the runs."""
-    records: Records = {}
-    for record in json.loads(file.read_text(encoding="utf-8")):
-        question, row, seed = record["key"]
-        records.setdefault((question, row), {})[seed] = record
-    return records
-
-
 def measures_of(record: dict[str, Any]) -> dict[str, float]:
     """Compute the measures of the tables, in percent, of which `within` and `clothing` are the protocol's."""
     alone = [scores for name, scores in record["scores"].items() if "+" not in name]
@@ -85,8 +76,12 @@ def protocol():
 
 
 @pytest.fixture(scope="module")
-def records():
-    return read_records(RECORDS / "runs.json")
+def records() -> Records:
+    found: Records = {}
+    for record in json.loads((RECORDS / "runs.json").read_text(encoding="utf-8")):
+        question, row, seed = record["key"]
+        found.setdefault((question, row), {})[seed] = record
+    return found
 
 
 def test_the_page_shows_the_table_of_the_records(protocol, records):
@@ -113,33 +108,22 @@ def test_the_page_says_what_the_options_did(protocol, records):
     assert all(measure.low <= 0 for both in found.values() for measure in both)
 
 
-def test_the_page_says_how_other_pairs_changed_the_scores(records):
-    one, two = (
-        [measures_of(run) for run in records[setting, "default"].values()]
-        for setting in ("one", "two")
-    )
-    clothing, rsum = (
-        [sum(run[key] for run in runs) / len(runs) for runs in (one, two)]
-        for key in ("clothing", "rsum")
-    )
-    page = " ".join((ROOT / "docs" / "align.md").read_text(encoding="utf-8").split())
-    assert "clothing rose from {:.1f} to {:.1f} %".format(*clothing) in page
-    assert "on Flickr8k fell from {:.0f} to {:.0f}".format(*rsum) in page
-
-
-def test_the_page_has_the_row_of_one_pool(records):
+def test_the_page_says_what_other_pairs_and_one_pool_did(records):
     runs, base = records["two", "debiased sampling"], records["two", "default"]
-    pool = [
-        (
-            runs[seed]["scores"]["flickr8k+products"]["rsum"]
-            - base[seed]["scores"]["flickr8k+products"]["rsum"]
-        )
-        / 6
-        for seed in sorted(runs)
+    pool = "flickr8k+products"
+    gains = [
+        (runs[n]["scores"][pool]["rsum"] - base[n]["scores"][pool]["rsum"]) / 6
+        for n in sorted(runs)
     ]
-    mean, low, high, _ = student(pool)
+    said = "debiased sampling {:+.1f} ({:+.1f} to {:+.1f})".format(*student(gains)[:3])
     page = " ".join((ROOT / "docs" / "align.md").read_text(encoding="utf-8").split())
-    assert f"debiased sampling {mean:+.1f} ({low:+.1f} to {high:+.1f})" in page
+    assert said in page
+    for key, words in (
+        ("clothing", "clothing rose from {:.1f} to {:.1f} %"), ("rsum", "on Flickr8k fell from {:.0f} to {:.0f}"),
+    ):  # fmt: skip
+        settings = (records[setting, "default"].values() for setting in ("one", "two"))
+        means = [statistics.mean(measures_of(run)[key] for run in each) for each in settings]
+        assert words.format(*means) in page
 
 
 def test_each_record_is_a_run_of_the_protocol(protocol, records):

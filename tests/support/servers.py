@@ -136,9 +136,6 @@ class _Shards(Handler):
         tag = hashlib.md5(content).hexdigest() + ("-new" if kind == "changed" else "")
         total = len(content) + (1000 if kind == "long" else 0)
         headers = {"ETag": f'"{tag}"'}
-        if kind == "checksum":
-            headers["Content-MD5"] = hashlib.md5(content).hexdigest()
-            content = content[:-1] + bytes([content[-1] ^ 1])
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{total - 1}/{total}"
         part = content[begin:]
@@ -176,8 +173,8 @@ class ShardServer:
         faults: name -> what befalls the next requests for it, one each: "503" or any status, "reset:N" and "cut:N" after N
             bytes, "open:N" no more than N bytes and no announced length,
             "hold:N" no more than N bytes until it is killed, "drip:N" byte by byte for N bytes, "crawl", "silent",
-            "long" (more bytes announced than there are), "page" (a web page in its place), "checksum" (a bit flipped),
-            "changed" (another ETag).
+            "long" (more bytes announced than there are), "page" (a web page in its place), "changed" (another
+            ETag).
         fault: the fault of all other requests; "" for none.
         requests: name -> the first byte that each request asked for.
         paths: the requested paths, as the requests wrote them.
@@ -242,21 +239,10 @@ PLAIN = {
     "good": (200, lambda number: photo(number), "image/jpeg"),
     "png": (200, lambda number: photo(number, format="PNG", mode="RGBA"), "image/png"),
     "pixel": (200, lambda number: photo(number, 1, 1), "image/jpeg"),
-    "truncated": (
-        200,
-        lambda number: _half(number)[0],
-        "image/jpeg",
-    ),  # half a picture, served whole
     "html": (200, lambda _: b"<html>This picture is no longer available</html>", "text/html"),
     "missing": (404, lambda _: b"gone", "text/plain"),
     "busy": (503, lambda _: b"busy", "text/plain"),
 }
-MOVED = {"moved": "/good/{}.jpg", "loop": "/loop/{}.jpg", "tofile": "file:///etc/hostname"}
-
-
-def _half(number: int) -> tuple[bytes, bytes]:
-    content = photo(number)
-    return content[: len(content) // 2], content[len(content) // 2 :]
 
 
 class _Hosts(Handler):
@@ -274,62 +260,37 @@ class _Hosts(Handler):
             if kind in PLAIN:
                 status, content, type_ = PLAIN[kind]
                 self.answer(status, content(number), {"Content-Type": type_})
-            elif kind in MOVED:
-                self.answer(302, b"", {"Location": MOVED[kind].format(number)})
+            elif kind == "moved":
+                self.answer(302, b"", {"Location": f"/good/{number}.jpg"})
             else:
-                getattr(self, f"_{kind}")(number, nth)
+                getattr(self, f"_{kind}")(number)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
-    def _chunked(self, number: int, nth: int) -> None:
-        content = photo(number)
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for begin in range(0, len(content), 500):
-            piece = content[begin : begin + 500]
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-        self.wfile.write(b"0\r\n\r\n")
-
-    def _cut(self, number: int, nth: int) -> None:
+    def _cut(self, number: int) -> None:
         """Break the transfer off."""
-        first, second = _half(number)
-        self.answer(200, first, announced=len(first + second))
+        content = photo(number)
+        self.answer(200, content[: len(content) // 2], announced=len(content))
         self.close_connection = True
 
-    def _huge(self, number: int, nth: int) -> None:
+    def _huge(self, number: int) -> None:
         """Announce more bytes than allowed."""
         self.answer(200, announced=10**12)
         self.close_connection = True
 
-    def _flood(self, number: int, nth: int) -> None:
+    def _flood(self, number: int) -> None:
         """Send bytes without end and without a length."""
         self.unannounced()
         for _ in range(10_000):
             self.wfile.write(bytes(1 << 16))
 
-    def _drip(self, number: int, nth: int) -> None:
+    def _drip(self, number: int) -> None:
         """Send a byte now and then, so that every single wait is short."""
         content = photo(number)
         self.answer(200, announced=len(content))
         self.slowly(content, 0.1)
 
-    def _open(self, number: int, nth: int) -> None:
-        """Send half a picture at once, then a byte now and then, without a length: only the end shows that it is whole."""
-        first, second = _half(number)
-        self.unannounced()
-        self.wfile.write(first)
-        if nth == 1:
-            self.slowly(b"x" * 100_000, 0.1)
-        self.wfile.write(second)
-
-    def _half(self, number: int, nth: int) -> None:
-        """Send half a picture without a length and end, and the whole picture at the second request."""
-        content = photo(number)
-        self.unannounced()
-        self.wfile.write(content if nth > 1 else content[: len(content) // 2])
-
-    def _silent(self, number: int, nth: int) -> None:
+    def _silent(self, number: int) -> None:
         """Accept the connection and never answer."""
         self.server.stopping.wait(20)
 
