@@ -164,8 +164,8 @@ def annotations(content: dict):
 
 
 # Python's reader accepts Infinity as a number, and an id cannot be infinite.
-INFINITE = {"filename": "x.jpg", "split": "test", "cocoid": 1} | {
-    "sentences": [{"raw": "x", "sentid": math.inf}]
+INFINITE = {"filename": "x.jpg", "split": "test", "cocoid": math.inf} | {
+    "sentences": [{"raw": "x", "sentid": 1}]
 }
 REFUSED = {  # sentence -> where the set is, or, behind the door of tables, its opening
     "holds no sample": in_shard(),

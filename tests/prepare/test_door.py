@@ -26,6 +26,7 @@ from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
 from open_clip_zerovl.prepare.inputs import open_input
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import Columns, Work
+from open_clip_zerovl.shards.fetch import _marker
 from support.pairs import picture
 from support.servers import Handler, Server
 from training.checkpointing import described
@@ -187,16 +188,16 @@ def test_folders_out_of_use_make_room_least_recently_used_first(tmp_path, cache)
     for name in "abc":
         data = as_shards(f"x={write_table(tmp_path / name, rows=4 + len(folders))}")
         folders.append(Path(data.partition("=")[2]))
-    door.make_room(cache, said.append, most_bytes=0)  # this process reads all of them
+    door.limit_size(cache, said.append, most_bytes=0)  # this process reads all of them
     assert all(folder.is_dir() for folder in folders) and not said
     for age, folder in zip((1, 2), (folders[2], folders[0]), strict=True):
         os.close(door._READING.pop(folder))
-        os.utime(door._marker(folder), (1e9 - age, 1e9 - age))
+        os.utime(_marker(folder), (1e9 - age, 1e9 - age))
     size = {folder: sum(f.stat().st_size for f in folder.rglob("*")) for folder in folders}
-    door.make_room(cache, said.append, most_bytes=sum(size.values()) - 1)
+    door.limit_size(cache, said.append, most_bytes=sum(size.values()) - 1)
     assert [folder.is_dir() for folder in folders] == [False, True, True]
     assert len(said) == 1 and "removed the 1 least recently used folders" in said[0]
-    door.make_room(cache, said.append, most_bytes=0)
+    door.limit_size(cache, said.append, most_bytes=0)
     assert [folder.is_dir() for folder in folders] == [False, True, False]
     (source,) = parse_sources(as_shards(f"x={tmp_path}/a/pairs.csv"))
     assert source.num_samples == 4 and folders[0].is_dir()

@@ -238,7 +238,7 @@ MISTAKES: dict[
     "wrong format": (two_pairs, r"holds no file of --format parquet", {"form": "parquet"}),
     "json without captions": (
         json_without_captions,
-        r"no key of the JSON files of .* their keys are 'label', 'id'",
+        r"no column of the JSON files of .* is named like a caption .*its columns are 'label', 'id'",
     ),
     "tars without pictures": (
         tars_of({"a.cls": b"3", "a.txt": b"x"}),

@@ -131,28 +131,24 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
         UserError: a folder without shards, a pattern of no files, or braces that do not match.
     """
     if REMOTE.match(pattern) or not os.path.isdir(pattern):
-        return tuple(shard for name in expand_braces(pattern) for shard in _matching(name))
+        try:
+            names = list(braceexpand.braceexpand(pattern))
+        except ValueError as error:  # its UnbalancedBracesError
+            raise UserError(
+                f"the braces of {pattern!r} do not match; write {{00000..00099}}"
+            ) from error
+        return tuple(shard for name in names for shard in _matching(name))
     # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
     listed = {
         name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name
     }
-    names = {path.name for path in Path(pattern).glob("*.tar")} | listed
-    if not names:
+    listed |= {path.name for path in Path(pattern).glob("*.tar")}
+    if not listed:
         raise UserError(
             f"folder {pattern} holds no *.tar shards; name a folder of webdataset shards, or make shards of its pictures with "
             f"`zerovl data pack {pattern} --out DIR`"
         )
-    return tuple(str(Path(pattern, name)) for name in sorted(names))
-
-
-def expand_braces(pattern: str) -> tuple[str, ...]:
-    """Expand `{0..2}.tar` to three names. UserError for braces that do not match."""
-    try:
-        return tuple(braceexpand.braceexpand(pattern))
-    except ValueError as error:  # its UnbalancedBracesError
-        raise UserError(
-            f"the braces of {pattern!r} do not match; write {{00000..00099}}"
-        ) from error
+    return tuple(str(Path(pattern, name)) for name in sorted(listed))
 
 
 def _matching(name: str) -> list[str]:

@@ -94,6 +94,23 @@ def is_named(train_data: str | None) -> bool:
     return bool(train_data) and any(NAME.fullmatch(part) for part in str(train_data).split("::"))
 
 
+def name_of_folder(folder: str, given: str) -> str:
+    """Name a source by its folder.
+
+    Args:
+        given: as it was written.
+
+    Raises:
+        UserError: the folder's name cannot be a source's.
+    """
+    name = os.path.basename(folder)
+    if not NAME.fullmatch(f"{name}="):
+        raise UserError(
+            f"the name of the folder of {given!r} cannot be a source's name; write NAME={given}"
+        )
+    return name
+
+
 def check_paths(train_data: str) -> None:
     """Look at named sources quickly, before anything is loaded for reading them.
 

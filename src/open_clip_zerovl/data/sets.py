@@ -423,31 +423,25 @@ def parse_retrieval_data(spec: str) -> dict[str, Path]:
                 f"the list of sets '{spec}' has an empty entry: write name=folder::name=folder"
             )
         folder = Path(path).expanduser()
-        if not name:
-            named = (
-                Path(kind_of(str(folder)).path).absolute()
-                if not folder.is_dir()
-                else folder.absolute()
-            )
-            named = named.parent if named.suffix == ".tar" or "{" in named.name else named
-            name = re.sub(r"\.(json|csv|tsv)$", "", named.name, flags=re.IGNORECASE)
-        for of_set, place in _sets_of(name, folder, named=bool(equals)).items():
+        named = bool(name)
+        if not named:
+            place = folder if folder.is_dir() else Path(kind_of(str(folder)).path)
+            place = place.absolute()
+            place = place.parent if place.suffix == ".tar" or "{" in place.name else place
+            name = re.sub(r"\.(json|csv|tsv)$", "", place.name, flags=re.IGNORECASE)
+        places = {name: folder}
+        if folder.is_dir() and kind_of(str(folder)).kind == "packed":
+            places = {
+                (f"{name}-{source}" if named and source else source or name): place
+                for source, place in packed_folders(folder).items()
+            }
+        for of_set, place in places.items():
             if of_set in sets:
                 raise UserError(
                     f"two sets are named '{of_set}' ({sets[of_set]} and {place}): name them, a={sets[of_set]}::b=..."
                 )
             sets[of_set] = place
     return sets
-
-
-def _sets_of(name: str, folder: Path, *, named: bool) -> dict[str, Path]:
-    """List the sets of an entry: one a source of an output of `zerovl data pack`, else the entry itself."""
-    if not folder.is_dir() or kind_of(str(folder)).kind != "packed":
-        return {name: folder}
-    return {
-        (f"{name}-{source}" if named and source else source or name): place
-        for source, place in packed_folders(folder).items()
-    }
 
 
 def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> IndexedSet:
@@ -462,8 +456,11 @@ def open_retrieval_set(path: str | os.PathLike[str], split: str = "test") -> Ind
             tar, annotations of another form, a sample without captions or image; the sentence names file and key.
     """
     component = kind_of(os.fspath(path))
-    read = {"shards": _read_shards, "annotations": _read_annotations}
-    samples = list(read.get(component.kind, _read_benchmark)(component, split))
+    if component.kind == "shards":
+        samples = list(_samples(shards_of_split(expand_shards(component.path), split)))
+    else:
+        read = _read_annotations if component.kind == "annotations" else _read_benchmark
+        samples = list(read(component, split))
     if not samples:
         raise UserError(
             f"{component.path} holds no sample: expected KEY.png (or jpg, webp) and KEY.txt in its shards"
@@ -558,10 +555,6 @@ def _read_benchmark(component: Component, split: str) -> Iterator[Picture]:
     yield from _samples(str(folder / split / f"{i}.tar") for i in range(int(count)))
 
 
-def _read_shards(component: Component, split: str) -> Iterator[Picture]:
-    yield from _samples(shards_of_split(expand_shards(component.path), split))
-
-
 def _samples(shards: Iterable[str]) -> Iterator[Picture]:
     for sample, content in index_shards(shards, TEXT_EXTENSION, CLIP_BENCHMARK_ORDER):
         # A `txt` is divided as training divides it.
@@ -590,7 +583,6 @@ class CaptionedImage:
     split: str
     image_id: int
     captions: tuple[str, ...]
-    caption_ids: tuple[int, ...]
 
 
 def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
@@ -605,10 +597,7 @@ def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
             try:
                 # MS-COCO's own id if there is one, as in published results.
                 image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
-                sentences = [
-                    (" ".join(s["raw"].split()), int(s["sentid"])) for s in entry["sentences"]
-                ]
-                sentences = [(caption, i) for caption, i in sentences if caption]
+                captions = [" ".join(sentence["raw"].split()) for sentence in entry["sentences"]]
                 split = split_of_word(entry["split"])
                 if split is None:
                     raise ValueError(f"unknown split {entry['split']!r}")
@@ -616,8 +605,7 @@ def read_karpathy(path: Path, name: str) -> list[CaptionedImage]:
                     str(entry["filename"]),
                     split,
                     image_id,
-                    tuple(caption for caption, _ in sentences),
-                    tuple(i for _, i in sentences),
+                    tuple(filter(None, captions)),
                 )
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 raise UserError(

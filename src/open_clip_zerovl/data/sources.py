@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -45,6 +44,7 @@ from open_clip_zerovl.data.names import (
     TEMPLATES,
     file_of_words,
     is_captions,
+    name_of_folder,
 )
 from open_clip_zerovl.data.splits import require_training, require_training_samples, shards_of_split
 from open_clip_zerovl.shards.fetch import ShardCache
@@ -219,7 +219,9 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
         check_openable(shard)
     if not how.evaluation:
         require_training_samples(shards, how.cache)
-    name = name or _folder_name(shards[0])
+    if name is None:
+        first = shards[0] if REMOTE.match(shards[0]) else os.path.abspath(shards[0])
+        name = name_of_folder(os.path.dirname(first), shards[0])
     return name, [_of_shards(name, shards, component.beside, how)]
 
 
@@ -292,18 +294,6 @@ def _tell_of_dots(path: str | Path, key: str, files: Mapping[str, object]) -> No
             f"Shard {path}: a key ends at the first dot of a file's name, so {key}.{pictures[0]} is of the sample {key!r}, "
             "which has no picture then; write the shard with keys without dots."
         )
-
-
-def _folder_name(shard: str) -> str:
-    """Return the name of a shard's folder. UserError if it cannot be a source's name."""
-    folder = os.path.basename(
-        os.path.dirname(shard if REMOTE.match(shard) else os.path.abspath(shard))
-    )
-    if not re.fullmatch(r"[^\W_][\w.-]*", folder):
-        raise UserError(
-            f"the name of the folder of {shard!r} cannot be a source's name; write NAME={shard}"
-        )
-    return folder
 
 
 def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: _Opening) -> Source:

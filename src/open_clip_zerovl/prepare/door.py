@@ -12,30 +12,28 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import re
 import shlex
-import shutil
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, takewhile
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import Say, UserError
-from open_clip_zerovl.core.files import digest_of, lock_file, locked, user_cache
+from open_clip_zerovl.core.files import digest_of, locked, user_cache
 from open_clip_zerovl.data.components import expand_shards, kind_of
-from open_clip_zerovl.data.names import NAME
+from open_clip_zerovl.data.names import NAME, name_of_folder
 from open_clip_zerovl.data.sets import parse_retrieval_data
 from open_clip_zerovl.prepare.columned import KarpathyReader
 from open_clip_zerovl.prepare.inputs import ENDINGS, fetched, form_of, open_input
 from open_clip_zerovl.prepare.pack import FORMAT, REPORT_FILE, content_of_input, pack
 from open_clip_zerovl.prepare.rows import Reader, is_address
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
+from open_clip_zerovl.shards.fetch import hold, make_room
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 
 MOST_ROWS = 1_000_000  # of an input; it is scanned at each start, which takes about 15 seconds then
 MOST_GIB = 100  # of the packed folders together
-_READING: dict[Path, int | None] = {}  # folders that this process reads -> their locks
+_READING: dict[Path, int] = {}  # folders that this process reads -> their locks
 # A text file is a list of addresses, if anything.
 _ENDINGS = tuple(
     ending
@@ -67,7 +65,11 @@ def as_shards(
         match = NAME.fullmatch(component)
         name, text = (match["name"], match["shards"]) if match else (None, component)
         home, folder = _packed(text, columns or Columns(), strict, say)
-        components.append(component if folder is None else f"{name or _name_of(home)}={folder}")
+        components.append(
+            component
+            if folder is None
+            else f"{name or name_of_folder(str(home.absolute()), text)}={folder}"
+        )
     return "::".join(components)
 
 
@@ -126,7 +128,7 @@ def _packed(
     with locked(folder):  # another rank or another command waits here for its shards
         if not (folder / REPORT_FILE).is_file():
             pack(list(map(str, inputs)), folder, settings, work=Work(progress=False), content=key)
-    make_room(folder.parent, say)
+    limit_size(folder.parent, say)
     report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
     reasons = ", ".join(f"{entry['rows']:,} {why}" for why, entry in report["refused"].items())
     if strict and reasons:
@@ -140,38 +142,21 @@ def _packed(
     return home, folder
 
 
-def _marker(folder: Path) -> Path:
-    """Return the file whose time is that of a folder's last use, and which its readers lock."""
-    return folder.with_name(f".{folder.name}.used")
-
-
 def keep_in_use(folder: Path) -> None:
-    """Keep a folder from `make_room` until this process ends, and note the time of its use."""
-    with locked(folder.parent, name=".room"):
-        _marker(folder).touch()
-        if folder not in _READING:
-            _READING[folder] = lock_file(_marker(folder), shared=True)
+    """Keep a folder from `make_room` until this process ends."""
+    if folder not in _READING:
+        _READING[folder] = hold(folder)
 
 
-def make_room(place: Path, say: Say, most_bytes: int = MOST_GIB << 30) -> None:
+def limit_size(place: Path, say: Say, most_bytes: int = MOST_GIB << 30) -> None:
     """Remove the least recently used folders of a place beyond a size, but none that a process keeps in use."""
-
-    def last_use(folder: Path) -> float:
-        return (_marker(folder) if _marker(folder).exists() else folder).stat().st_mtime
-
     with locked(place, name=".room"):
         folders = [each for each in place.iterdir() if each.is_dir() and each.name[0] != "."]
-        size = {each: sum(file.stat().st_size for file in each.rglob("*")) for each in folders}
-        over, removed = sum(size.values()) - most_bytes, 0
-        for folder in sorted(folders, key=last_use):
-            unused = lock_file(_marker(folder), wait=False, create=True) if over > 0 else None
-            if unused is not None:
-                shutil.rmtree(folder)
-                os.close(unused)
-                over, removed = over - size[folder], removed + 1
+        sizes = {each: sum(file.stat().st_size for file in each.rglob("*")) for each in folders}
+        removed = make_room(sizes, most_bytes)
     if removed:
         say(
-            f"{place}: removed the {removed} least recently used folders, beyond {most_bytes >> 30} GiB"
+            f"{place}: removed the {len(removed)} least recently used folders, beyond {most_bytes >> 30} GiB"
         )
 
 
@@ -189,20 +174,6 @@ def _inputs(text: str) -> tuple[Path, list[Path], Path | None]:
         return place.parent, [], None
     pictures_in = None if component.beside is None else Path(component.beside)
     return place.parent, [Path(each) for each in expand_shards(component.path)], pictures_in
-
-
-def _name_of(folder: Path) -> str:
-    """Name a source by its folder.
-
-    Raises:
-        UserError: the folder's name cannot be a source's.
-    """
-    name = folder.absolute().name
-    if not re.fullmatch(r"[^\W_][\w.-]*", name):
-        raise UserError(
-            f"the name of the folder {str(folder)!r} cannot be a source's name; write NAME={folder}"
-        )
-    return name
 
 
 def _content(reader: Reader, command: str) -> list[str | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.names import class_order, class_words, names_beside
 from open_clip_zerovl.data.splits import split_column
-from open_clip_zerovl.prepare.columns import find, guess_captions
+from open_clip_zerovl.prepare.columns import choose
 from open_clip_zerovl.prepare.columns import listed as shown_names
 from open_clip_zerovl.prepare.pictures import Failure
 from open_clip_zerovl.prepare.rows import (
@@ -75,17 +76,9 @@ class SampleReader(Reader):
         if not objects or (has_text and self.wanted.captions is None):
             self.columns = "captions in .txt, one a line"
             return
-        if self.wanted.captions is not None:
-            self.keys = tuple(
-                find(where, names, key, "--caption-column") for key in self.wanted.captions
-            )
-        else:
-            self.keys = guess_captions(names)
-        if not self.keys:
-            raise UserError(
-                f"no key of {where} has a name for captions (caption, title, text ...); their keys are "
-                f"{shown_names(names)}: name the one with --caption-column"
-            )
+        # the picture and the source are not among the keys
+        wanted = replace(self.wanted, picture=None, source=None)
+        self.keys = choose(where, names, wanted, pictures=("",)).captions
         guessed = (
             " (guessed; name another with --caption-column)" if self.wanted.captions is None else ""
         )

@@ -5,7 +5,7 @@
         part, room                what has come of a file, and an empty file of the length that it will have
         version                   of the whole file or of the part; modified when the server was last asked for it
         fetching                  locked by the process that asks and fetches
-        lock                      locked by readers (shared), or to remove the files; modified at the last use
+    DIR/.3f9c2a71-00012.tar.used  locked by readers (shared), or to remove the folder; modified at the last use
 
 Locks end with the process that holds them.
 """
@@ -24,7 +24,7 @@ import tarfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -151,14 +151,11 @@ class ShardCache:
         name = re.sub(r"[^\w.-]", "_", url.partition("?")[0].rstrip("/ ").rpartition("/")[2])[-60:]
         folder = Path(self.folder, f"{_hash(url)}-{name}")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            Path(folder, "lock").touch()
-            held = lock_file(folder / "lock", shared=True)
+            held = hold(folder)
         except OSError as error:
             raise UserError(
                 f"the shard cache {self.folder} cannot be used ({error.strerror}): give another folder with --shard-cache"
             ) from error
-        assert held is not None  # nobody removes the file
         policy = policy or RetryPolicy()
         transfer = _Transfer(
             url,
@@ -212,12 +209,9 @@ class ShardCache:
                 Path(folder, "room").touch()
                 os.truncate(folder / "room", size)
                 used = {each: _used(each) for each in Path(self.folder).iterdir() if each.is_dir()}
-                over = sum(used.values()) - self.limit_bytes
-                over = max(over, size - shutil.disk_usage(folder).free)
-                for each in sorted(used, key=_last_use):
-                    if over > 0 and _remove(each):
-                        over -= used[each]
-                if over <= 0:
+                total = sum(used.values())
+                most = min(self.limit_bytes, total - size + shutil.disk_usage(folder).free)
+                if total - sum(used[each] for each in make_room(used, most)) <= most:
                     return
                 Path(folder, "room").unlink()
             if time.monotonic() - begin > seconds:
@@ -227,11 +221,6 @@ class ShardCache:
                     "source): raise --shard-cache-gib, or give a larger disk with --shard-cache"
                 )
             time.sleep(0.1)
-
-
-def _last_use(folder: Path) -> float:
-    lock = folder / "lock"
-    return lock.stat().st_mtime if lock.exists() else 0.0
 
 
 def _used(folder: Path) -> int:
@@ -244,18 +233,43 @@ def _used(folder: Path) -> int:
     return sizes.total() - min(sizes["part"], sizes["room"])
 
 
-def _remove(folder: Path) -> bool:
-    """Remove a shard's files unless a process reads them, and return whether they are gone."""
-    held = lock_file(folder / "lock", wait=False, create=True)
-    if held is None:
-        return False
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name not in ("lock", "fetching"):
-            path.unlink()
-    os.close(held)
-    return True
+def hold(folder: Path) -> int:
+    """Note that a folder of a cache is used, and return a lock that keeps it from `make_room` until it is closed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _marker(folder).touch()
+    held = lock_file(_marker(folder), shared=True)
+    assert held is not None  # nobody removes the file
+    return held
+
+
+def make_room(sizes: Mapping[Path, int], most_bytes: int) -> list[Path]:
+    """Remove folders of a cache, the least recently used ones first, until the others have so few bytes.
+
+    Args:
+        sizes: folder -> its bytes.
+
+    Returns:
+        The folders that were removed. Those that a process holds stay.
+    """
+    removed: list[Path] = []
+    over = sum(sizes.values()) - most_bytes
+    for folder in sorted(sizes, key=_last_use):
+        unused = lock_file(_marker(folder), wait=False, create=True) if over > 0 else None
+        if unused is not None:
+            shutil.rmtree(folder)
+            os.close(unused)
+            removed.append(folder)
+            over -= sizes[folder]
+    return removed
+
+
+def _marker(folder: Path) -> Path:
+    """Return the file whose time is that of a folder's last use, and which its readers lock."""
+    return folder.with_name(f".{folder.name}.used")
+
+
+def _last_use(folder: Path) -> float:
+    return _marker(folder).stat().st_mtime if _marker(folder).exists() else 0.0
 
 
 def ahead_of_reading(cache: ShardCache, policy: RetryPolicy) -> Callable[[str | None], None]:

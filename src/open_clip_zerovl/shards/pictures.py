@@ -274,17 +274,13 @@ def has_transparency(image: Image.Image) -> bool:
     )
 
 
-def on_white(image: Image.Image) -> Image.Image:
-    """Return the picture in RGB, with white where it is transparent. ValueError as `rgb`."""
+def as_shown(image: Image.Image) -> Image.Image:
+    """Return the picture in RGB as a web page shows it: turned by its EXIF tag, on white. ValueError as `rgb`."""
+    image = upright(image)
     if has_transparency(image):
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return rgb(image)
-
-
-def as_shown(image: Image.Image) -> Image.Image:
-    """Return the picture in RGB as a web page shows it: turned by its EXIF tag, on white. ValueError as `rgb`."""
-    return on_white(upright(image))
 
 
 def stock_reads_alike(image: Image.Image, shown: Image.Image) -> bool:

@@ -388,7 +388,8 @@ def walk_tar(
             after = tar.offset
             if after <= position or info.size < 0:
                 raise BrokenTar(f"a negative size at byte {position}")
-            if info.isreg() or _is_link(info):
+            is_link = info.islnk() or info.issym()
+            if info.isreg() or (is_link and "." in posixpath.basename(info.name)[1:]):
                 if begin and not info.isreg():  # it may lead to a member before
                     walked = walk_tar(read_at, total)
                     before = itertools.takewhile(lambda each: each.header < begin, walked)
@@ -415,11 +416,6 @@ def _require_ended(read: Callable[[int], bytes], position: int) -> None:
                 f"its end mark at byte {position} is followed by more bytes, as in tars that were joined with cat: unpack all "
                 "of it with tar --ignore-zeros, and write it as one tar"
             )
-
-
-def _is_link(info: tarfile.TarInfo) -> bool:
-    """Return whether a header is of a link that stands for a file."""
-    return (info.islnk() or info.issym()) and "." in posixpath.basename(info.name)[1:]
 
 
 def _extent(info: tarfile.TarInfo, members: dict[str, Member]) -> tuple[int, int]:
