@@ -186,7 +186,7 @@ def test_a_compiled_step_is_the_eager_one(frozen, fullgraph):
     compiled = torch.compile(model, backend=graphs, fullgraph=fullgraph)
     step = DecoupledGradientAccumulation(compiled, ContrastiveLoss(), retain=1, check="always")
     traced = []
-    for _ in range(3):
+    for _ in range(2):
         graphs.runs.update(image=0, text=0)
         torch.manual_seed(SEED)
         step.backward(micro_batches)
@@ -195,7 +195,7 @@ def test_a_compiled_step_is_the_eager_one(frozen, fullgraph):
             tower: 3 if tower == frozen else 3 + 2 for tower in ("image", "text")
         }
         traced.append(graphs.traced)
-    assert traced == [traced[0]] * 3
+    assert traced[0] == traced[1]
     _, redrawn = accumulated(compiled, ContrastiveLoss(), micro_batches, replay_rng=False)
     assert error(redrawn, wanted) > 0.1
 
@@ -367,8 +367,8 @@ def test_weights_that_change_before_the_backward_pass_are_noticed(retain):
 
 
 def peak_bytes(k, retain=1):
-    model, micro_batches = bert_clip(torch.float32), batches([16] * k, torch.float32)
-    step = DecoupledGradientAccumulation(model, ContrastiveLoss(chunk_size=16), retain=retain)
+    model, micro_batches = bert_clip(torch.float32), batches([8] * k, torch.float32)
+    step = DecoupledGradientAccumulation(model, ContrastiveLoss(chunk_size=8), retain=retain)
     step.backward(micro_batches)  # gradients exist from here on, as in training
     with PeakBytes() as seen:
         step.backward(micro_batches)

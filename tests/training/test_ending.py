@@ -252,18 +252,6 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked():
     assert words.startswith("another rank has ended") and float(words.split()[-1]) < 10, words
 
 
-def test_what_is_saved_most_recently_is_resumed_from(train):
-    """open_clip looks for epoch_latest.pt alone with that flag; a step checkpoint of another name would be passed over."""
-    extra = ["--save-most-recent", "--save-frequency", "0"]
-    _, printed, folder = train("sigterm", *extra, name="recent", every=None, status=85)
-    assert (folder / "checkpoints" / "epoch_latest.pt").exists()
-    _, printed, _ = train(None, *extra, "--resume", "latest", name="recent", every=None, status=0)
-    assert (
-        printed.count("Train Epoch: 0 [") == STEPS - 2
-        and printed.count("Train Epoch: 1 [") == STEPS
-    )
-
-
 def test_a_run_without_that_checkpoint_does_not_begin_anew_with_the_flag(tmp_path):
     """It wrote over epoch_1.pt, and the log of the run was the one place that had a word about it."""
     args = SimpleNamespace(
@@ -407,20 +395,29 @@ def test_a_run_shows_what_it_will_do_and_where_it_is(train):
 
 
 @pytest.mark.parametrize(
-    ("fault", "how"),
-    [("sigterm", "stopped"), pytest.param("defect in the step", "failed", marks=pytest.mark.slow)],
+    ("fault", "how", "every", "extra", "done"),
+    [
+        ("sigterm", "stopped", None, ["--save-most-recent", "--save-frequency", "0"], 5),
+        pytest.param("defect in the step", "failed", 2, [], 4, marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_that_ends_early_leaves_its_page_and_a_resumed_one_each_step_once(train, fault, how):
+def test_a_run_that_ends_early_leaves_its_page_and_a_resumed_one_each_step_once(
+    train, fault, how, every, extra, done
+):
+    """With --save-most-recent open_clip looks for epoch_latest.pt alone, and passes over a step checkpoint of another name."""
     name = f"page-{how}"
-    done, printed, folder = train(fault, name=name, fault_step=5)
-    assert done["statuses"] != [0] and (folder / "run.html").exists(), printed[-3000:]
+    ended, printed, folder = train(fault, *extra, name=name, every=every, fault_step=5)
+    assert ended["statuses"] != [0] and (folder / "run.html").exists(), printed[-3000:]
+    assert bool(extra) == (folder / "checkpoints" / "epoch_latest.pt").exists()
     assert read_record(folder)["end"][-1]["how"] == how
     begun = (folder / "record.jsonl").read_text()
     (folder / "record.jsonl").write_text(
         begun + '{"kind": "step", "at": 0.9'
     )  # as a killed process may leave it
     (folder / "checkpoints" / ".epoch_1.pt.99.00.part").touch()
-    _, printed, _ = train(None, "--resume", "latest", name=name, status=0)
+    _, printed, _ = train(None, *extra, "--resume", "latest", name=name, every=every, status=0)
+    epochs = (printed.count(f"Train Epoch: {epoch} [") for epoch in (0, 1))
+    assert tuple(epochs) == (STEPS - done, STEPS)
     record = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
     at = [line["at"] for line in record if line["kind"] == "step"]
     assert at == pytest.approx([epoch + (i + 1) / STEPS for epoch in (0, 1) for i in range(STEPS)])

@@ -140,8 +140,7 @@ def test_a_converted_siglip_keeps_its_scale_and_bias(run, place, loss):
         pytest.param(
             "", marks=pytest.mark.slow(reason="forty epochs, until the captions are written")
         ),
-        "--siglip",
-        "--loss-chunk 3 --positives caption",
+        "--siglip --loss-chunk 3 --positives caption",
     ],
 )
 def test_a_captioner_with_named_sources_learns_to_write(run, place, words, monkeypatch):
