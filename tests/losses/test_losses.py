@@ -244,6 +244,18 @@ def test_two_ids_are_joined_without_two_pairs_getting_one():
     assert max(map(relative, found, value_and_gradients(ContrastiveLoss(), *sides))) <= 1e-12
 
 
+@pytest.mark.filterwarnings("error")
+def test_ids_may_be_columns_of_a_table():
+    """As the training gives them: torch printed a warning of its own about their memory."""
+    torch.set_warn_always(True)
+    try:
+        caption, image = torch.tensor([[0, 1], [0, 2], [3, 2]]).unbind(dim=1)
+        ids = {"caption": caption, "image": image}
+        value_and_gradients(ContrastiveLoss(positives="both"), *features(3), ids=ids)
+    finally:
+        torch.set_warn_always(False)
+
+
 def test_report_of_sources():
     images, texts = features(5)
     loss = ContrastiveLoss()

@@ -211,6 +211,7 @@ class SharedTargets:
     """
 
     def __init__(self, ids: Sequence[Tensor], mine: slice, dtype: torch.dtype) -> None:
+        ids = [each.contiguous() for each in ids]  # torch warns of a column of a table
         self._ids, self._mine = ids, mine
         self.counts = _occurrences(ids[0])  # (N,) positives of each sample, itself among them
         if len(ids) == 2:  # a sample that shares both is counted once
