@@ -1,17 +1,22 @@
-"""Tokens of the short way are open_clip's own, for every way of cleaning and any caption."""
+"""Words are processed at the paper's rates; tokens of the short way are open_clip's own, for every way of cleaning."""
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 
+import numpy as np
 import pytest
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+from tokenizers import ByteLevelBPETokenizer
+from transformers import RobertaTokenizer
 
-from open_clip_zerovl.data.tokens import _PROBES, fast_tokenizer, is_plain
+from open_clip_zerovl.data.tokens import _PROBES, WordAugment, fast_tokenizer, is_plain
 from support.tiny_clip import WORDS, write_bert
 
+CAPTION = "a small red cat with the round face of the moon"
 ALPHABET = "abc XYZ 019 ,.'\"!?-_ &;#<>[]()\\/ \t\n\r\x00\x1b\x7f\u00a0\u00e9\u00c3\u2019\ufb01\uff21\u4eba\U0001f415"
 
 
@@ -76,3 +81,79 @@ def test_other_tokenizers_are_left_as_they_are(bert, monkeypatch):
         type(wrong.tokenizer), "set_truncation_and_padding", lambda self, **options: None
     )
     assert fast_tokenizer(wrong) is wrong  # its tokens are not cut as open_clip's are
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    words = [*WORDS, "[unused1]", "!", "7", "cafe"]
+    folder = write_bert(tmp_path_factory.mktemp("augment") / "bert", words=words)
+    return HFTokenizer(str(folder), context_length=32)
+
+
+def test_rates_are_the_papers(tokenizer):
+    """20 % of 200,000 distinct words are processed: 50 / 10 / 40 % masked, replaced, deleted; bounds of 5 deviations."""
+    augment = WordAugment(tokenizer, 0.2)
+    per_caption, captions = 50, 4000
+    masked = replaced = kept = 0
+    processed = []
+    for seed in range(captions):
+        words = [f"w{index}" for index in range(per_caption)]
+        result = augment(" ".join(words), seed).split()
+        masked += result.count("[MASK]")
+        replaced += sum(word in WORDS or word == "cafe" for word in result)
+        untouched = sum(word in words for word in result)
+        kept += untouched
+        processed.append(per_caption - untouched)
+        assert [word for word in result if word in words] == [
+            word for word in words if word in result
+        ]  # order stays
+    n = per_caption * captions
+    deleted = n - masked - replaced - kept
+    for count, share in ((masked, 0.1), (replaced, 0.02), (deleted, 0.08), (kept, 0.8)):
+        assert abs(count - n * share) < 5 * math.sqrt(n * share * (1 - share)), (count, share)
+    # word by word, not a fixed number of each caption
+    assert abs(np.var(processed) / (per_caption * 0.2 * 0.8) - 1) < 0.12
+    assert set(augment.vocabulary) == {word for word in [*WORDS, "cafe"] if len(word) > 1}
+
+
+def test_no_caption_becomes_empty(tokenizer):
+    augment = WordAugment(tokenizer, 1.0)
+    results = [augment("cat dog", seed) for seed in range(500)]
+    assert all(results) and augment("", 1) == ""
+    assert {"cat", "dog"} <= set(results)  # where both were deleted, either stays
+    assert {augment("zebra", seed) for seed in range(100)} >= {"[MASK]", "zebra"}
+
+
+def test_the_same_seed_gives_the_same_caption_and_the_process_generator_stays(tokenizer):
+    augment = WordAugment(tokenizer, 0.5)
+    state = random.getstate()
+    results = [augment(CAPTION, seed) for seed in range(20)]
+    assert random.getstate() == state
+    assert [augment(CAPTION, seed) for seed in range(20)] == results
+    assert len(set(results)) > 15
+
+
+def test_the_mask_becomes_the_mask_token(tokenizer):
+    augment = WordAugment(tokenizer, 0.6)
+    inner = tokenizer.tokenizer
+    seen = 0
+    for seed in range(50):
+        text = augment("Cat &amp; Dog of the Moon", seed)
+        ids = tokenizer([text])[0].tolist()
+        assert ids.count(inner.mask_token_id) == text.split().count("[MASK]")
+        seen += ids.count(inner.mask_token_id)
+    assert seen > 20
+
+
+def test_byte_level_vocabularies_work_too(tmp_path):
+    corpus = [CAPTION, "two dogs in the snow", "snowing again", "the moon above a tower"] * 20
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        corpus, vocab_size=500, min_frequency=1, special_tokens=["<s>", "<pad>", "</s>", "<unk>"]
+    )
+    bpe.save_model(str(tmp_path))
+    RobertaTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    augment = WordAugment(HFTokenizer(str(tmp_path), context_length=32), 1.0)
+    assert augment.mask == "<mask>"
+    assert {"snow", "moon", "tower", "dogs"} <= set(augment.vocabulary)
+    assert not {"owing", "ow", "nowing"} & set(augment.vocabulary)

@@ -102,16 +102,6 @@ def test_whatever_a_decoder_raises_costs_one_picture(monkeypatch, error):
         encode_picture(photo(1, 99, 98), Encoding())
 
 
-def test_pictures_of_other_formats_are_not_opened(monkeypatch):
-    """EPS from the web started Ghostscript."""
-    monkeypatch.setattr(
-        "PIL.EpsImagePlugin.Ghostscript", lambda *args, **options: pytest.fail("it was started")
-    )
-    for form in ("EPS", "DDS", "TGA"):
-        with pytest.raises(Failure, match="not a picture"):
-            encode_picture(saved(Image.new("RGB", (32, 32), (9, 9, 9)), form), Encoding())
-
-
 def opened(content: bytes) -> Image.Image:
     return Image.open(io.BytesIO(content))
 

@@ -431,14 +431,18 @@ def test_shards_on_the_hugging_face_hub(cache, monkeypatch, url, path):
     assert Hub.asked == [(path, "Bearer hf_secret"), ("/stored", None)]
 
 
-def test_a_url_that_names_no_file_on_the_hub_is_refused():
-    for url in ("hf://datasets/user/photos", "hf://0.tar"):
-        with pytest.raises(UserError, match="write hf://datasets/USER/NAME/FILE.tar"):
-            check_openable(url)
-    with pytest.raises(ValueError, match="'us er/photos'"):  # huggingface_hub's sentence
-        check_openable("hf://datasets/us er/photos/0.tar")
-    with pytest.raises(UserError, match="cannot be opened"):
-        check_openable("nonsense://a/0.tar")
+@pytest.mark.parametrize(
+    ("url", "kind", "words"),
+    [
+        ("hf://datasets/user/photos", UserError, "write hf://datasets/USER/NAME/FILE.tar"),
+        ("hf://0.tar", UserError, "write hf://datasets/USER/NAME/FILE.tar"),
+        ("hf://datasets/us er/photos/0.tar", ValueError, "'us er/photos'"),  # huggingface_hub's
+        ("nonsense://a/0.tar", UserError, "cannot be opened"),
+    ],
+)
+def test_a_url_that_names_no_file_is_refused(url, kind, words):
+    with pytest.raises(kind, match=words):
+        check_openable(url)
 
 
 def test_a_large_file_is_resumed_by_the_next_call(server, tmp_path):

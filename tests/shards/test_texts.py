@@ -11,7 +11,7 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.shards.pictures import BadFile, picture_files, read_foreign
-from open_clip_zerovl.shards.texts import encoding_of, json_array, members, open_member
+from open_clip_zerovl.shards.texts import json_array, members, open_member
 
 VALUE = [{"a": [1, 2.5e3, {"\u00fc": 'q"]}, \u20ac'}]}, 17, -3, "x", None, True, [], {}]
 
@@ -101,13 +101,6 @@ def test_only_regular_files_up_to_a_size_are_read(tmp_path):
         assert raised.value.reason == reason and "\n" not in str(raised.value)
     with pytest.raises(BadFile, match="not a regular file"):
         read_foreign("/dev/zero")
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
-def test_a_byte_order_mark_tells_the_encoding(encoding):
-    text = "gr\u00f6\u00dfe \u72d7\n"
-    content = text.encode(encoding)
-    assert content.decode(encoding_of(content)) == text
 
 
 def test_the_pictures_of_a_folder_are_found_once_and_links_in_a_circle_end(tmp_path):

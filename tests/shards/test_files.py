@@ -1,4 +1,4 @@
-"""One rule groups members into samples, for counting, index and reading; an index is built once, and checked."""
+"""Shards are written whole; one rule groups members into samples, for counting, index and reading; an index is built once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ from webdataset.tariterators import base_plus_ext
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sources import Source, count_tar_samples, parse_sources
-from open_clip_zerovl.shards import files as tar_index
+from open_clip_zerovl.shards import files as shard_files
 from open_clip_zerovl.shards.files import open_index
-from open_clip_zerovl.shards.tar import META, ShardError, group, locate_samples
+from open_clip_zerovl.shards.tar import (
+    META,
+    Sample,
+    ShardError,
+    group,
+    locate_samples,
+    read_samples,
+)
 from support.tars import png, write_source, write_tar
 
 MEMBERS = [
@@ -100,17 +107,19 @@ def shard(tmp_path):
 
 def test_it_is_built_once_and_again_when_the_tar_changes(shard, monkeypatch):
     built = []
-    build = tar_index.build_index
-    monkeypatch.setattr(tar_index, "build_index", lambda *args: built.append(args) or build(*args))
+    build = shard_files.build_index
+    monkeypatch.setattr(
+        shard_files, "build_index", lambda *args: built.append(args) or build(*args)
+    )
     assert len(open_index(str(shard))) == 30
-    tar_index._open.cache_clear()  # as in another process
+    shard_files._open.cache_clear()  # as in another process
     assert len(open_index(str(shard))) == 30 and len(built) == 1
     assert (shard.parent / ".zerovl-index" / "00000.tar.npz").is_file()
     write_tar(shard, [("a.png", png((1, 2, 3))), ("a.txt", b"two\n\nlines\n")])
     index = open_index(str(shard))
     assert len(index) == 1 and len(built) == 2 and index.captions.tolist() == [2]
     (shard.parent / ".zerovl-index" / "00000.tar.npz").write_bytes(b"half an index")
-    tar_index._open.cache_clear()
+    shard_files._open.cache_clear()
     assert len(open_index(str(shard))) == 1 and len(built) == 3
 
 
@@ -123,13 +132,13 @@ def test_where_the_folder_is_not_writable_it_goes_into_the_cache(
     (stored,) = (tmp_path / "cache" / "open_clip_zerovl" / "index").iterdir()
     assert stored.suffix == ".npz"
     monkeypatch.setenv("XDG_CACHE_HOME", str(shard.parent / ".zerovl-index"))
-    tar_index._open.cache_clear()
+    shard_files._open.cache_clear()
     assert len(open_index(str(shard))) == 30 and "could not be stored anywhere" in caplog.text
 
 
 def test_many_may_build_the_same_one(shard):
     def build(_: int) -> int:
-        tar_index._open.cache_clear()
+        shard_files._open.cache_clear()
         return len(open_index(str(shard)))
 
     with ThreadPoolExecutor(8) as pool:
@@ -201,3 +210,30 @@ def test_a_tar_is_not_read_on_behind_its_end_for_what_a_header_claims(tmp_path, 
     (tmp_path / "0.tar").write_bytes(content)
     with pytest.raises(ShardError, match="cut off after|size"):
         list(locate_samples(tmp_path / "0.tar"))
+
+
+def test_shards_are_balanced_and_round_trip(tmp_path):
+    samples = [Sample(f"k{i}", {"png": bytes([i]), "txt": b"a caption"}) for i in range(11)]
+    sizes = shard_files.write_source(tmp_path, samples, shard_size=4)
+    assert sizes == {"train-00000.tar": 3, "train-00001.tar": 4, "train-00002.tar": 4}
+    assert [s for name in sizes for s in read_samples(tmp_path / name)] == samples
+
+
+def test_a_shard_cut_off_in_writing_leaves_the_old_one(tmp_path):
+    def cut_off():
+        yield Sample("b", {"txt": b"new"})
+        raise KeyboardInterrupt
+
+    shard_files.write_shard(tmp_path / "0.tar", [Sample("a", {"txt": b"old"})])
+    with pytest.raises(KeyboardInterrupt):
+        shard_files.write_shard(tmp_path / "0.tar", cut_off())
+    assert [path.name for path in tmp_path.iterdir()] == ["0.tar"]
+    assert [s.key for s in read_samples(tmp_path / "0.tar")] == ["a"]
+
+
+def test_samples_that_readers_would_lose_are_refused(tmp_path):
+    for key in ("a.b", ""):
+        with pytest.raises(UserError, match="holds a dot"):
+            shard_files.write_shard(tmp_path / "0.tar", [Sample(key, {"txt": b"x"})])
+    with pytest.raises(UserError, match="comes twice"):
+        shard_files.write_shard(tmp_path / "0.tar", [Sample("a", {"txt": b"x"})] * 2)
