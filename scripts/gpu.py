@@ -156,7 +156,7 @@ class Session:
             try:
                 values = call()
             except Exception as failure:
-                values = {"error": f"{type(failure).__name__}: {failure}"[:400]}
+                values = {"error": f"{type(failure).__name__}: {failure}"[:1000]}
             self.write(key, **values)
 
     def watch(self) -> None:

@@ -482,7 +482,7 @@ def train(session: Session, folder: Path, *words: str) -> dict[Any, Any]:
             time.sleep(0.1)
             if program.poll() is not None:
                 words_of = (folder / "training.log").read_text()
-                raise RuntimeError(f"the training ended: {words_of[-300:]}")
+                raise RuntimeError(f"the training ended: {words_of[-900:]}")
             if (folder / "run" / "record.jsonl").is_file():
                 logged = read_record(folder / "run")["step"]
                 lines = {line["step"]: line for line in logged if line["time"] > started}

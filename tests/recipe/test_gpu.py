@@ -145,14 +145,14 @@ def padded(seed, sizes=(4, 4, 4)):
     return micro_batches
 
 
-# The forms of a graph: with and without gradients; texts mixed or not; one length or any number of tokens; evaluation.
+# The forms of a graph: texts mixed or not; one length or any number of tokens; evaluation. Both passes have the same.
 @pytest.mark.parametrize(
     ("blocks", "sort_text", "most"),
     [
-        (True, True, 8),
+        (True, True, 6),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((False, False, 6), (False, True, 6), (True, False, 6))
+            for each in ((False, False, 4), (False, True, 5), (True, False, 5))
         ),
     ],
 )
@@ -178,7 +178,7 @@ def test_graphs_of_a_compiled_recipe_are_bounded(blocks, sort_text, most):
 
 def test_a_step_has_room_for_its_graphs_and_ends_beyond(monkeypatch):
     """torch's own limit, which a user may have lowered, does not hold in a step."""
-    micro_batches = batches([4, 4], torch.float32)
+    micro_batches = batches([4, 5], torch.float32)  # of two forms
     with torch._dynamo.config.patch(cache_size_limit=1):
         for limit in (gpu.RECOMPILE_LIMIT, 1):
             monkeypatch.setattr(gpu, "RECOMPILE_LIMIT", limit)
@@ -223,7 +223,7 @@ def test_masks_do_not_depend_on_a_kernels_form_in_a_compiled_step():
     recipe_step(bert_clip(torch.float32), backend, blocks=False).take(
         batches([4, 4], torch.float32), 0
     )
-    assert seen == [True, True] and not torch._inductor.config.align_random_eager
+    assert seen == [True] and not torch._inductor.config.align_random_eager
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,8 @@ class ReplayCheck:
         """Begin a step.
 
         Args:
-            compiled: any step may need a new graph, of another shape for one. At dynamo's limit only the pass without gradients
-                has one, and the other pass draws other masks as eager code.
+            compiled: any step may make a new graph, of another shape for one, and the replay may then have another graph than
+                the first pass.
         """
         again = self.mode == "always" or self._steps % CHECK_EVERY == 0 or self._steps in EARLY
         names = {REPLAYED, *SCALARS, WEIGHTS}

@@ -7,7 +7,8 @@ The gradient of a contrastive loss splits at the features: d loss / d parameters
 (d features / d parameters)^T (d loss / d features), and the second factor depends on the features' values only. So
 
     (1) forward each micro-batch without graph; keep its features and the random state from which it started.
-        The last R micro-batches are forwarded with graph instead, and their graphs retained.
+        The last R micro-batches are forwarded with graph instead, and their graphs retained. A compiled model has a graph
+        in every pass, freed at once: its code for passes without one rounds otherwise.
     (2) the loss on all features, gathered over ranks, gives d loss / d features, d loss / d logit_scale (and logit_bias).
     (3) backpropagate the retained graphs; forward each other micro-batch again, with graph and the same random masks, and
         backpropagate its features' gradient. DDP synchronises once, in the last backward pass.
@@ -95,6 +96,7 @@ class _Step:
         extras: terms, and a teacher's features.
         scalars: logit_scale, and logit_bias if the model has one, without graph, for each micro-batch.
         weights: the parameters' versions at the beginning of the step.
+        compiled: whether torch.compile runs the model or a part of it.
         losses: the loss' entries and "loss", their sum, detached.
         gradients: the sum's gradients by the features (b, D) and by the scalars.
         loss_gradients: the sum's gradients by the loss' own parameters.
@@ -106,6 +108,7 @@ class _Step:
     order: Tensor | None
     inputs_of: dict[str, str]
     weights: WeightVersions
+    compiled: bool
     retained_outputs: dict[int, Outputs] = field(default_factory=dict)
     replay_states: list[ReplayState] = field(default_factory=list)
     features: dict[str, Tensor] = field(default_factory=dict)
@@ -391,7 +394,8 @@ class DecoupledGradientAccumulation:
         graphs = self._retention.graphs(sizes) if graphs is None else graphs
         replayed = range(len(sizes) - graphs)
         inputs = DeviceInputs(micro_batches, prepare, replayed, self._device, self._input_room)
-        return _Step(sizes, graphs, inputs, order, self._inputs_of, weights)
+        compiled = is_compiled(self._model)
+        return _Step(sizes, graphs, inputs, order, self._inputs_of, weights, compiled)
 
     def _first_pass(self, step: _Step) -> None:
         """Compute the features of every micro-batch and the graphs of the last R, phase (1)."""
@@ -422,7 +426,9 @@ class DecoupledGradientAccumulation:
         measured = self._retention.measured(step.sizes[k]) if graph else nullcontext()
         with self._synchronised(graph and self._synchronises(step, k)), measured:
             take = partial(step.inputs.take, k)
-            outputs, repeat = self._towers.first_pass(take, step.rows_of(k), frozen, graph=graph)
+            outputs, repeat = self._towers.first_pass(
+                take, step.rows_of(k), frozen, graph=graph or step.compiled
+            )
         copies = {name: detached_copy(output) for name, output in outputs.items()}
         step.replay_states.append(repeat)
         if graph:
@@ -480,7 +486,7 @@ class DecoupledGradientAccumulation:
         parameters as unused, and the ranks would drift apart.
         """
         ended = RngState.capture(self._device)
-        self._check.start(compiled=is_compiled(self._model))
+        self._check.start(compiled=step.compiled)
         before = self._check.bits_of(self._inner) if step.replayed else {}
         for name, values in step.scalars.items():
             for k, value in enumerate(values[:-1]):

@@ -6,8 +6,8 @@ writes the gradient of its queries, keys and values twice. The replacements comp
 
 torch.compile takes the blocks one by one. dynamo makes a graph of a function for each form in which it is called: with and
 without gradients, per width, for one and for any number of tokens. At its limit it runs the function eagerly in a new form and
-keeps the graphs that it has. A step whose first pass has a graph and whose replay has none would draw other masks in the
-replay, since generated and eager code draw them in other orders.
+keeps the graphs that it has. Generated and eager code draw masks in other orders, and code with and without gradients rounds
+otherwise, so both passes of a step take the graphs with gradients.
 """
 
 from __future__ import annotations
