@@ -48,7 +48,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
 
 
 def relinked(markdown: str, folder: Path) -> str:
-    """Markdown whose links, relative to `folder`, are relative to the page's place on the site.
+    """Return Markdown whose links, relative to `folder`, are relative to the page's place on the site.
 
     Links that lead out of the site are text.
 

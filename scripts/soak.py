@@ -79,7 +79,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Target:
-    """A command line; `{out}` is its folder, `{home}` that of its inputs.
+    """A command line, in which `{out}` is its folder and `{home}` that of its inputs.
 
     Attributes:
         left_out: patterns of files whose content depends on the time, or on where a run was resumed.
@@ -341,7 +341,7 @@ COMPUTED = re.compile(rb'"computed": \d+')
 
 
 def contents(out: Path, left_out: tuple[str, ...]) -> dict[str, str]:
-    """Digest each file below a folder, checkpoints by their tensors; locks and the files of `left_out` are left out."""
+    """Digest each file below a folder, checkpoints by their tensors, without locks and the files of `left_out`."""
     digests = {}
     for path in sorted(out.rglob("*")):
         if not path.is_file() or any(path.match(pattern) for pattern in ("*lock", *left_out)):

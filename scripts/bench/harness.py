@@ -217,7 +217,7 @@ class Setup:
         return self.model(*self.on_device(micro_batch))
 
     def zero_grad(self) -> None:
-        """Before a step, out of its time: no gradients, and parameters written to, as retain="auto" waits for."""
+        """Remove gradients, and write to the parameters, as retain="auto" waits for, out of a step's time."""
         self.model.zero_grad(set_to_none=True)
         with torch.no_grad():
             torch._foreach_add_(list(self.model.parameters()), 0)
@@ -374,7 +374,7 @@ class PeakBytes(LiveBytes):
 
 
 def peak_bytes(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> int:
-    """Peak device memory of a step, with parameters and gradients (CPU: live tensor bytes)."""
+    """Measure the peak device memory of a step, with parameters and gradients (CPU: live tensor bytes)."""
     setup.zero_grad()
     if setup.device.type == "cuda":
         gc.collect()  # frees reference cycles of an earlier way
@@ -414,7 +414,7 @@ def counts(setup: Setup, way: Way, micro_batches: Sequence[MicroBatch]) -> tuple
 
 
 def tower_flops(setup: Setup, micro_batch: MicroBatch) -> tuple[int, int]:
-    """FLOPs of one micro-batch's forward pass, and of its forward and backward pass, without a loss."""
+    """Count the FLOPs of one micro-batch's forward pass, and of its forward and backward pass, without a loss."""
     images, texts = setup.on_device(micro_batch)
     with FlopCounterMode(display=False) as forward, torch.no_grad(), setup.autocast():
         setup.inner(images, texts)

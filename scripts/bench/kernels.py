@@ -203,7 +203,7 @@ def replayed_micro_batch(model: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple
 
 
 def graph_bytes(kernels: Sequence[Kernel]) -> int:
-    """Bytes of forward's results that backward reads."""
+    """Count the bytes of forward's results that backward reads."""
     read = {storage for kernel in kernels if kernel.backward for storage in kernel.reads}
     forward = [kernel.writes for kernel in kernels if not kernel.backward]
     sizes = {storage: size for writes in forward for storage, size in writes.items()}

@@ -86,7 +86,7 @@ class Work:
 
 
 def ours(shards: str, work: Work, workers: int) -> Iterator[Any]:
-    """This package's loader, with normalisation left to the device."""
+    """Make this package's loader, with normalisation left to the device."""
     mixture = Mixture(
         parse_sources(f"bench={shards}", "8"),
         Batching(BATCH, workers=workers),
@@ -117,7 +117,7 @@ LOADERS: dict[str, Callable[..., Iterator[Any]]] = {"open_clip": stock, "ours": 
 
 
 def floor(encoded: list[bytes], transform: Any) -> float:
-    """Pictures a CPU second that decoding and the transform allow, in this process."""
+    """Measure the pictures a CPU second that decoding and the transform allow, in this process."""
     shown, decode = pictures(split_normalize(transform)[0])
     crop = crop_of(transform)
     begin, count = time.process_time(), 0
@@ -128,7 +128,7 @@ def floor(encoded: list[bytes], transform: Any) -> float:
 
 
 def cpu_seconds_of_children() -> float:
-    """CPU time of this process's living children (the loader workers)."""
+    """Measure the CPU time of this process's living children (the loader workers)."""
     ticks = 0
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     for child in children:
@@ -160,7 +160,7 @@ def _kinds(folder: Path) -> dict[str, Work]:
 
 
 def _data(size: str, folder: Path, per_shard: int) -> tuple[list[bytes], str]:
-    """Encoded pictures of a size ("384x256"), and the shards that repeat them."""
+    """Make encoded pictures of a size ("384x256"), and write shards that repeat them."""
     width, height = map(int, size.split("x"))
     encoded = [photograph(seed, width, height) for seed in range(16)]
     samples = [
@@ -189,7 +189,7 @@ def compare(
 def _row(
     seconds: float, repeats: int, shards: str, encoded: list[bytes], work: Work, workers: int
 ) -> dict[str, Any]:
-    """Both loaders and the floor, in turns."""
+    """Measure both loaders and the floor, in turns."""
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in LOADERS}
     floors = []
     for repeat in range(repeats):

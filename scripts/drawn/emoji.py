@@ -110,7 +110,7 @@ def _noto_caption(row: Mapping[str, Any]) -> str:
 
 
 def _cldr_keywords(annotations: Path, derived: Path) -> dict[str, str]:
-    """Concept -> keywords. CLDR has ZWJ sequences, flags and keycaps in a package of their own, *derived* annotations."""
+    """Read keywords by concept. CLDR has ZWJ sequences, flags and keycaps in a package of their own, *derived* annotations."""
     captions = {}
     for path, name in ((annotations, "annotations"), (derived, "annotationsDerived")):
         for characters, entry in _json(path, f"{name}/en/annotations.json")[name][
@@ -150,7 +150,7 @@ def _openmoji_drawings(tarball: Path) -> dict[str, str]:
 
 
 def _iconify_drawings(tarball: Path) -> dict[str, tuple[str, str]]:
-    """Concept -> (name, SVG). An Iconify package has drawings by name, and a table from code points to names."""
+    """Read (name, SVG) by concept. An Iconify package has drawings by name, and a table from code points to names."""
     files = read_npm_package(tarball, lambda name: name in {"icons.json", "chars.json"})
     icons, names = json.loads(files["icons.json"]), json.loads(files["chars.json"])
     drawings: dict[str, tuple[str, str]] = {}
@@ -160,7 +160,7 @@ def _iconify_drawings(tarball: Path) -> dict[str, tuple[str, str]]:
 
 
 def _svgmoji_drawings(tarball: Path) -> dict[str, str]:
-    """Concept -> SVG, from a sprite: one document whose child elements are the drawings, with code points as ids."""
+    """Read SVGs by concept from a sprite: one document whose child elements are the drawings, with code points as ids."""
     name = "sprites/all.svg"
     sprite = read_npm_package(tarball, lambda path: path == name)[name].decode()
     drawings = {}

@@ -252,7 +252,7 @@ def tar_of(draw: Draw, depth: int = 0) -> bytes:
 
 
 def good_tar() -> bytes:
-    """Eight samples of a picture, a caption, a class and its JSON."""
+    """Write eight samples of a picture, a caption, a class and its JSON."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for number in range(8):
@@ -377,7 +377,7 @@ def make_annotations(draw: Draw, folder: Path) -> None:
 
 
 def make_pairs(draw: Draw, folder: Path) -> None:
-    """Further inputs of `zerovl data pack`: JSON of three kinds, parquet, Arrow, and a folder with texts."""
+    """Write further inputs of `zerovl data pack`: JSON of three kinds, parquet, Arrow, and a folder with texts."""
     import pyarrow
     import pyarrow.parquet
 

@@ -47,7 +47,7 @@ class Hang(BaseException):
 
 
 class TimeIsUp(KeyboardInterrupt):
-    """The time for a kind is used up. Only a KeyboardInterrupt stops hypothesis; other exceptions count as failures."""
+    """The time for a kind is used up. Only a KeyboardInterrupt stops hypothesis, for other exceptions count as failures."""
 
 
 class Failed(Exception):

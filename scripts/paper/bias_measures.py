@@ -44,7 +44,7 @@ _ROWS_AT_ONCE = 1024  # of the logit matrix
 def log_p_by_query(
     image_features: Tensor, text_features: Tensor, source: Sequence[Any], logit_scale: float
 ) -> Tensor:
-    """Sums of log p_jk over the negative pairs j != k of each query of one batch, by whether both come from one source.
+    """Sum log p_jk over the negative pairs j != k of each query of one batch, by whether both come from one source.
 
     For image queries `p_jk = exp(s I_j.T_k) / sum_l exp(s I_j.T_l)`, where the sum runs over the batch, positive included; text
     queries sum over images.

@@ -101,7 +101,7 @@ def dissolve_small(
 
 
 class ClusterWriter:
-    """Write the shards of one cluster. One tar is open at a time; samples go straight to disk."""
+    """The shards of one cluster, of which one is open at a time. Samples go straight to disk."""
 
     def __init__(self, folder: Path, shard_size: int) -> None:
         self.folder, self.shard_size = folder, shard_size
@@ -168,19 +168,6 @@ def write_clusters(
     return folders
 
 
-def shards_of(folder: Path) -> list[Path]:
-    """List the shards of a folder in order.
-
-    Raises:
-        UserError: there are none.
-    """
-    if shards := sorted(folder.glob("*.tar")) or sorted(folder.glob("train/*.tar")):
-        return shards
-    raise UserError(
-        f"{folder} holds no shards; zerovl data public cc12m --out {folder} writes them"
-    )
-
-
 def cluster(
     model: FrozenModel,
     source: Path,
@@ -196,7 +183,7 @@ def cluster(
     Raises:
         UserError: no shards, a shard that cannot be read, or fewer pictures than clusters.
     """
-    (given,) = parse_sources(f"{source.name}={shards_of(source)[0].parent}")
+    (given,) = parse_sources(f"{source.name}={source}")
     store, _ = embed_pictures(
         model,
         SourceSamples([given], "image", strict=False),

@@ -69,7 +69,7 @@ WARMUP_SHARE = 1 / 9
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the probe; the defaults are those of the paper and its code.
+    """Settings of the probe, by default those of the paper and its code.
 
     A batch larger than the training set is cut to the training set. The learning rate is not scaled with the batch: LARS scales
     a step to the norm of the weights, whatever the norm of the gradient.

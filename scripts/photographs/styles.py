@@ -10,14 +10,15 @@ at 96 px (1,280 numbers) and MiniLM-L6 (384). No other program of this study rea
 
 from __future__ import annotations
 
-import argparse
 import csv
 import hashlib
 import io
+import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Annotated as A
 
 import numpy as np
 import timm
@@ -27,6 +28,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageOps
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.core.files import save_atomically
 from scripts.encoders import fetch_encoders
+from scripts.program import program
 
 Picture = Image.Image
 HELD_OUT = 1000  # photographs of each held-out set
@@ -212,18 +214,17 @@ def encode_products(tar: Path, encode: Pictures, texts: Texts, out: Path) -> Non
     print(f"products: {len(rows):,} pairs", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tars", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--features", type=Path, required=True, metavar="DIR")
-    given = parser.parse_args()
+def styles(
+    *, tars: A[Path, "folder of the tars", "DIR"], features: A[Path, "folder to write", "DIR"]
+) -> None:
+    """Write the features of the photographs and products in each style."""
     torch.set_num_threads(1)
-    given.features.mkdir(parents=True, exist_ok=True)
-    encoders = fetch_encoders(given.features / "encoders")
+    features.mkdir(parents=True, exist_ok=True)
+    encoders = fetch_encoders(features / "encoders")
     encode, texts = Pictures(image_tower(encoders)), Texts(encoders / "minilm")
-    encode_flickr8k(given.tars / "flickr8k.tar", encode, texts, given.features)
-    encode_products(given.tars / "products.tar", encode, texts, given.features)
+    encode_flickr8k(tars / "flickr8k.tar", encode, texts, features)
+    encode_products(tars / "products.tar", encode, texts, features)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(styles))

@@ -98,7 +98,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, checkpoint
     """Bit for bit, with a real tower and AutoAugment; cut in the middle of the third epoch."""
     tower = tower_before_projection(load_model(checkpoint)[0].visual)
     transform = image_transform_train(32, area=(0.08, 1.0), auto_augment="imagenet")
-    settings = Settings(epochs=5, batch_size=12, lr=3.0, micro_batch=5)
+    settings = Settings(epochs=3, batch_size=12, lr=3.0, micro_batch=5)
     train = colour_set(30)
     whole, history = fit_colours(tmp_path / "whole", train, settings, tower, transform)
 
