@@ -366,6 +366,11 @@ def tables(protocol: dict[str, Any]) -> dict[str, str]:
     if rows := mixture_rows(read_records("debiased"), protocol):
         made["mixtures"] = mixtures_table(rows, protocol)
         made["mixtures by rate"] = rates_table(rows, read_records("signs"))
+    stages = protocol | protocol["stages"]
+    if rows := mixture_rows(read_records("stages-debiased"), stages):
+        made["stages, mixtures"] = mixtures_table(rows, stages)
+    if records := read_records("stages-batch"):
+        made["stages, batch"] = batch_table(records, stages)
     made["common rates"] = common_rates_table(end_to_end_records())
     return made
 

@@ -165,6 +165,24 @@ def test_another_picture_or_caption_is_another_folder_and_a_resumed_run_sees_it(
     assert all(line.startswith("x (5, packed ") for _, line in known)
 
 
+def test_other_words_for_a_class_are_other_data(tmp_path):
+    """A corrected classnames.txt was not seen, and the captions of the earlier words were trained on."""
+    for number in range(6):
+        (tmp_path / f"in/{number % 2}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"in/{number % 2}/{number}.png").write_bytes(picture(number))
+
+    def captions(*names: str) -> set[str]:
+        (tmp_path / "in/classnames.txt").write_text("\n".join(names))
+        (source,) = parse_sources(as_shards(f"x={tmp_path}/in"))
+        return set(pairs(source))
+
+    assert captions("hat", "shoo") == {"a photo of a hat.", "a photo of a shoo."}
+    pack([f"{tmp_path}/in"], tmp_path / "out", work=Work(progress=False))
+    assert captions("hat", "shoe") == {"a photo of a hat.", "a photo of a shoe."}
+    with pytest.raises(UserError, match="was begun before the content of inputs changed"):
+        pack([f"{tmp_path}/in"], tmp_path / "out", work=Work(progress=False))
+
+
 def packs(data: str, done: multiprocessing.Queue) -> None:
     done.put(as_shards(data))
 
