@@ -183,6 +183,7 @@ class ClassReader(Reader):
         names_given = names_beside(path, labels)
         classes = class_words(labels, names_given, path, NAME_THEM, numbers=templates is not None)
         self.words = dict(zip(labels, classes, strict=True))
+        self.given_words = classes if names_given else ()
         words = "two levels, of which the lower one is the class" if self.upper else "one level"
         captions = shown_names(self.templates.captions)
         self.columns = (

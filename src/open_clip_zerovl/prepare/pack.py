@@ -374,11 +374,14 @@ def announced(words: str, progress: bool) -> Iterator[None]:
 
 
 def content_of_input(reader: Reader, pictures: Iterable[str] = ()) -> list[str | None]:
-    """Name the files of an input, and digest those that rows are read from and some pictures: a copy has the same content."""
+    """Name the files of an input and the words of its classes, and digest the files that rows are read from and some pictures.
+
+    A copy has the same content.
+    """
     files = [*map(str, reader.files), *pictures]
     digests = file_digests(files)
     names = map(reader.inside, (*reader.files, *reader.pictures))
-    return [*names, *(digests[file] for file in files)]
+    return [*names, *(digests[file] for file in files), *reader.given_words]
 
 
 def _begin(out: Path, state: dict[str, Any]) -> bool:

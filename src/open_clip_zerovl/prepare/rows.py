@@ -74,6 +74,7 @@ class Reader(ABC):
         total: number of rows. None if counting would take long.
         notes: oddities of rows that are read nevertheless, in words. Known once they are read.
         classes: templates for zero-shot classification. () if pictures have no classes.
+        given_words: the words for its classes, if a file beside the input names them.
         splits: those that the names of folders or files say.
         split_column: the column or key that says the split of a row. None without one.
     """
@@ -88,6 +89,7 @@ class Reader(ABC):
     total: int | None = None
     notes: Sequence[str] = ()
     classes: Sequence[str] = ()
+    given_words: Sequence[str] = ()
     splits: FolderSplits = FolderSplits()
     split_column: str | None = None
 
