@@ -9,25 +9,20 @@ import re
 import subprocess
 from base64 import b64decode
 from io import BytesIO
-from tarfile import open as open_tar
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 from open_clip_zerovl.align import alignment
 from open_clip_zerovl.align.alignment import run_align, short_names
-from open_clip_zerovl.align.rows import embed_tower, open_sources
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.images import normalize
-from open_clip_zerovl.evaluate.metrics import retrieval_metrics
 from open_clip_zerovl.evaluate.retrieval import run_retrieval
-from open_clip_zerovl.features.embed import FeatureStore
 from open_clip_zerovl.features.encoder import FrozenModel
 from support import warm
 from support.tars import write_tar
@@ -178,65 +173,43 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(
     assert report.left == {} and "text projection" in report.loaded
 
 
-def test_vision_models_of_transformers_become_its_dual_encoder(request_of, home, tmp_path):
-    """Held-out pictures and captions through the whole model rank as the stored rows through the heads."""
-    said = []
-    given = {
-        "images": (f"hf:{home / 'dinov2'}",),
-        "texts": (f"hf:{home / 'bert'}",),
-        "dtype": "float32",
-        "lr": 1e-2,
-    }
-    (result,) = run_align(request_of(tmp_path / "out", **given), said.append)
-    folder = tmp_path / "out" / "model"
-    assert sum("transformers' AutoModel and AutoProcessor open it" in line for line in said) == 2
-    dual = AutoModel.from_pretrained(folder).eval()
-    pixels, mask, links = [], [], []
-    frozen, tokenizer = result.image.frozen(torch.device("cpu")), result.text.tokenizer
-    with open_tar(home / "held" / "test" / "0.tar") as tar:
-        for name in sorted(tar.getnames()):
-            content = tar.extractfile(name).read()
-            if name.endswith(".png"):
-                pixels.append(
-                    normalize(
-                        frozen.picture_transform(Image.open(BytesIO(content)))[None],
-                        frozen.mean,
-                        frozen.std,
-                    )
-                )
-            else:
-                mask += content.decode().splitlines()
-                links += [len(pixels) - 1] * 2
-    tokens = tokenizer(mask)
+def embeddings_here(folder, tmp_path, script):
+    """As a stranger makes them, in this process."""
+    dual, texts = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
     with torch.no_grad():
-        found = dual(
-            input_ids=tokens, attention_mask=(tokens != 0).long(), pixel_values=torch.cat(pixels)
-        )
-    scored = retrieval_metrics(found.image_embeds, found.text_embeds, links)
-    for name in ("rsum", "image_to_text_R@1", "text_to_image_R@5"):
-        assert scored[name] == pytest.approx(result.outcome.metrics[name], abs=1e-5)
-    with pytest.raises(
-        UserError,
-        match=r"model is for another library; give another",
-    ):
-        run_align(request_of(tmp_path / "out"), said.append)
+        found = dual(**texts(TEXTS, padding=True, return_tensors="pt"), pixel_values=pixels)
+    return {"image": found.image_embeds.tolist(), "text": found.text_embeds.tolist()}
 
 
-@pytest.mark.slow
-def test_transformers_opens_the_dual_encoder_without_this_package(request_of, home, tmp_path):
-    """Slow: another process of imports."""
+@pytest.mark.parametrize(
+    "open_folder",
+    [
+        embeddings_here,
+        pytest.param(
+            embeddings_of_a_stranger,
+            marks=pytest.mark.slow(reason="another process of imports"),
+        ),
+    ],
+)
+def test_vision_models_of_transformers_become_its_dual_encoder(
+    request_of, home, tmp_path, open_folder
+):
+    said = []
     given = {"images": (f"hf:{home / 'dinov2'}",), "texts": (f"hf:{home / 'bert'}",), "epochs": 1}
-    (result,) = run_align(request_of(tmp_path / "out", **given), lambda line: None)
-    found = embeddings_of_a_stranger(tmp_path / "out" / "model", tmp_path, TRANSFORMERS_STRANGER)
+    (result,) = run_align(request_of(tmp_path / "out", **given), said.append)
+    assert sum("transformers' AutoModel and AutoProcessor open it" in line for line in said) == 2
+    found = open_folder(tmp_path / "out" / "model", tmp_path, TRANSFORMERS_STRANGER)
     pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
     heads, task, tower = result.outcome.heads.cpu(), result.task, result.image.module
     with torch.no_grad():
         image = heads.image(tower(pixels) * task.images.scale)
         text = heads.text(result.text.module(result.text.tokenizer(TEXTS)) * task.texts.scale)
     for own, name in ((image, "image"), (text, "text")):
-        assert torch.allclose(
-            torch.tensor(found[name]), torch.nn.functional.normalize(own, dim=-1), rtol=0, atol=1e-5
-        )
+        expected = torch.nn.functional.normalize(own, dim=-1)
+        assert torch.allclose(torch.tensor(found[name]), expected, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match=r"model is for another library; give another"):
+        run_align(request_of(tmp_path / "out"), said.append)
 
 
 def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(
@@ -320,38 +293,6 @@ def test_pictures_of_classes_have_their_top1_and_no_pair_of_a_class_as_a_negativ
     assert "<td>100.0</td>" in page and page.count("RSUM can reach") == 1
 
 
-def test_each_source_is_scored_alone_and_a_further_one_keeps_the_texts_of_the_others(
-    request_of, home, tmp_path, monkeypatch
-):
-    encoded, stock = [], FrozenModel.texts
-    monkeypatch.setattr(
-        FrozenModel,
-        "texts",
-        lambda self, captions: encoded.append(len(captions)) or stock(self, captions),
-    )
-    one = {"train_data": f"b={home / 'b'}", "held_out": "", "rows": tmp_path / "rows"}
-    run_align(request_of(tmp_path / "one", **one, epochs=1), lambda line: None)
-    before, said = sum(encoded), []
-    two = {**one, "train_data": f"a={home / 'a'}::b={home / 'b'}"}
-    (result,) = run_align(request_of(tmp_path / "two", **two, epochs=1), said.append)
-    added = sum(encoded) - before
-    fresh = embed_tower(
-        result.text,
-        open_sources(two["train_data"], ""),
-        tmp_path / "fresh",
-        device=torch.device("cpu"),
-    )
-    stored = next((tmp_path / "rows").glob("text-*"))
-    again = FeatureStore(stored, fresh.contents, fresh.counts)
-    assert torch.equal(torch.cat([*again.blocks()]), torch.cat([*fresh.blocks()]))
-    assert (
-        120 <= added <= 120 + 2 * 2 * 16
-    )  # the other source's captions, and those of the estimated time
-    assert set(result.of_sources) == {"a", "b"}
-    assert sum(scores["images"] for scores in result.of_sources.values()) == 10
-    assert sum("alone: RSUM" in line for line in said) == 2
-
-
 @pytest.mark.parametrize(
     ("names", "shown"),
     [
@@ -368,18 +309,19 @@ def test_encoders_are_shown_without_the_folders_that_all_have(names, shown):
 
 def test_a_training_with_other_held_out_pictures_is_another_training(request_of, tmp_path):
     """Seed 1 of two seeds from 0 on was trained on pictures that a call with --seed 1 holds out."""
-    run_align(
-        request_of(tmp_path / "out", held_out="", rows=tmp_path / "rows", seeds=2),
-        lambda line: None,
-    )
-    (again,) = run_align(
-        request_of(tmp_path / "out", held_out="", rows=tmp_path / "rows", seed=1), lambda line: None
-    )
-    (alone,) = run_align(
-        request_of(tmp_path / "alone", held_out="", rows=tmp_path / "rows", seed=1),
-        lambda line: None,
+    said: list[str] = []
+    given = {"held_out": "", "rows": tmp_path / "rows"}
+    run_align(request_of(tmp_path / "out", **given, seeds=2), said.append)
+    again, alone = (
+        run_align(request_of(tmp_path / out, **given, seed=1), said.append)[0]
+        for out in ("out", "alone")
     )
     assert again.outcome.scores == alone.outcome.scores and again.rsum == alone.rsum
+    # Each source is scored alone.
+    assert {*again.of_sources} == {"a", "b"} and sum("alone: RSUM" in line for line in said) == 6
+    assert sum(scores["images"] for scores in again.of_sources.values()) == len(
+        again.task.pairs.held_out.images
+    )
 
 
 def test_parts_are_encoded_by_several_calls(request_of, tmp_path, monkeypatch):
