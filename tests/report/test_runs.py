@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from open_clip_zerovl.report.run import Record, read_record, write_examples, wri
 from open_clip_zerovl.report.tables import duration
 
 PICTURE = "data:image/jpeg;base64,AAAA"
-WAYS = ("image_to_text", "text_to_image")
 
 
 @pytest.fixture
@@ -39,43 +39,48 @@ def test_the_retrieval_chart_of_one_epoch_has_that_epoch_and_begins_at_zero(as_f
     assert two.get_ylim()[0] > 100
 
 
-def step(record: Record, at: float, loss: float | None = 1.0, **by_source: float) -> None:
-    record.add(
-        "step", at, loss=loss, by_source=by_source, lr=1e-3, samples_per_second=10.0, waited=0.1
-    )
+def step(at: float, loss: float | None = 1.0, **by_source: float) -> tuple[str, float, dict]:
+    course = {"lr": 1e-3, "samples_per_second": 10.0, "waited": 0.1}
+    return "step", at, {"loss": loss, "by_source": by_source, **course}
+
+
+def write(folder: Path, *lines: tuple[str, float, dict], at: float = 0.0) -> Record:
+    """Write (kind, position, entries) as a run does that begins at `at`."""
+    folder.mkdir(exist_ok=True)
+    record = Record(folder, at)
+    for kind, place, entries in lines:
+        record.add(kind, place, **entries)
+    return record
+
+
+RECALLS = {f"{way}_R@{k}": 0.5 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
 
 
 def write_record(folder: Path, *, name: str = "a") -> None:
-    folder.mkdir(exist_ok=True)
-    record = Record(folder, 0.0)
-    record.add("start", 0.0, model="tiny", batch="4 x 2 x 1", epochs=2, steps=4, sources={name: 40, "b": 20},
-               settings={"lr": "0.001", "train_data": "<script>"})  # fmt: skip
-    for i in range(8):
-        step(
-            record,
-            (i + 1) / 4,
-            5.0 - i / 2 if i != 6 else float("nan"),
-            **{name: 5.0 - i / 2} if i % 2 else {"b": 4.0},
-        )
-    for epoch, rsum in ((1, 300.0), (2, 250.0)):
-        recalls = {
-            f"{way}_R@{k}": 0.5 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
-        }
-        record.add("retrieval", epoch, metrics={"coco": {**recalls, "rsum": rsum}})
-        record.add("lost", epoch, delivered={name: 40, "b": 20}, lost={name: {"no caption": 2}})
-    record.add("end", 2.0, how="done", words="")
+    start = {"model": "tiny", "batch": "4 x 2 x 1", "epochs": 2, "steps": 4, "sources": {name: 40, "b": 20},
+             "settings": {"lr": "0.001", "train_data": "<script>"}}  # fmt: skip
+    losses = [5.0 - i / 2 if i != 6 else math.nan for i in range(8)]
+    sources = [{name: 5.0 - i / 2} if i % 2 else {"b": 4.0} for i in range(8)]
+    lost = {"delivered": {name: 40, "b": 20}, "lost": {name: {"no caption": 2}}}
+    write(
+        folder,
+        ("start", 0.0, start),
+        *(step((i + 1) / 4, losses[i], **sources[i]) for i in range(8)),
+        ("retrieval", 1, {"metrics": {"coco": {**RECALLS, "rsum": 300.0}}}),
+        ("lost", 1, lost),
+        ("retrieval", 2, {"metrics": {"coco": {**RECALLS, "rsum": 250.0}}}),
+        ("lost", 2, lost),
+        ("end", 2.0, {"how": "done", "words": ""}),
+    )
 
 
 def test_what_lies_after_the_position_of_a_resume_is_taken_back(tmp_path):
-    record = Record(tmp_path, 0.0)
-    for at in (1 / 3, 2 / 3, 1.0, 4 / 3):
-        step(record, at)
-    record.add("retrieval", 1, metrics={})
-    record.add("end", 4 / 3, how="stopped")
+    steps = [step(at) for at in (1 / 3, 2 / 3, 1.0, 4 / 3)]
+    ended = ("end", 4 / 3, {"how": "stopped"})
+    record = write(tmp_path, *steps, ("retrieval", 1, {"metrics": {}}), ended)
     with open(record.path, "a") as file:
         file.write('{"kind": "step", "at": 1.5, "lo')  # a killed process's last line
-    record = Record(tmp_path, 0 + 2 / 3)
-    step(record, 1.0, loss=9.0)
+    write(tmp_path, step(1.0, loss=9.0), at=0 + 2 / 3)
     found = read_record(tmp_path)
     assert [(line["at"], line["loss"]) for line in found["step"]] == [
         (1 / 3, 1.0),
@@ -88,9 +93,8 @@ def test_what_lies_after_the_position_of_a_resume_is_taken_back(tmp_path):
 
 def test_an_evaluation_that_is_made_again_counts_once(tmp_path):
     """A run that was killed after it had evaluated an epoch and before the epoch's checkpoint evaluates it again."""
-    record = Record(tmp_path, 0.0)
-    record.add("retrieval", 1, metrics={"x": {"rsum": 1.0}})
-    Record(tmp_path, 1.0).add("retrieval", 1, metrics={"x": {"rsum": 2.0}})
+    for at, rsum in ((0.0, 1.0), (1.0, 2.0)):
+        write(tmp_path, ("retrieval", 1, {"metrics": {"x": {"rsum": rsum}}}), at=at)
     assert [line["metrics"]["x"]["rsum"] for line in read_record(tmp_path)["retrieval"]] == [2.0]
 
 
@@ -158,36 +162,32 @@ def test_a_line_of_another_form_is_left_out_and_one_with_other_values_named(tmp_
 
 def test_an_evaluation_without_some_of_its_numbers_has_a_page(tmp_path):
     write_record(tmp_path)
-    Record(tmp_path, 3.0).add(
-        "retrieval", 3, metrics={"coco": {"rsum": 310.0, "rsum_chance_upper": 400.0}, "own": {}}
-    )
+    metrics = {"coco": {"rsum": 310.0, "rsum_chance_upper": 400.0}, "own": {}}
+    write(tmp_path, ("retrieval", 3, {"metrics": metrics}), at=3.0)
     assert "<td>310.0</td>" in write_run_page(tmp_path).read_text()
 
 
 def test_a_run_without_steps_has_a_page(tmp_path):
-    Record(tmp_path, 0.0).add("start", 0.0, sources={}, settings={})
+    write(tmp_path, ("start", 0.0, {"sources": {}, "settings": {}}))
     assert "No step is recorded" in write_run_page(tmp_path).read_text()
 
 
 def test_chance_stands_on_the_page_of_a_run_that_learned_nothing(tmp_path, monkeypatch):
-    record = Record(tmp_path, 0.0)
-    record.add(
-        "start",
-        0.0,
-        model="tiny",
-        epochs=1,
-        sources={"shop": 40, "web": 20},
-        settings={},
-        loss_at_chance=2.77,
-    )
-    step(record, 0.5, 2.78, shop=2.78)  # a single logged step
+    start = {
+        "model": "tiny",
+        "epochs": 1,
+        "sources": {"shop": 40, "web": 20},
+        "settings": {},
+        "loss_at_chance": 2.77,
+    }
     metrics = {"rsum": 90.0, "rsum_chance": 80.0, "rsum_chance_upper": 130.0, "rsum_best": 90.0}
-    record.add(
-        "retrieval",
-        1,
-        metrics={"shop": metrics | {f"{way}_R@{k}": 0.1 for way in WAYS for k in (1, 5, 10)}},
+    write(
+        tmp_path,
+        ("start", 0.0, start),
+        step(0.5, 2.78, shop=2.78),  # a single logged step
+        ("retrieval", 1, {"metrics": {"shop": RECALLS | metrics}}),
+        ("end", 1.0, {"how": "done", "words": ""}),
     )
-    record.add("end", 1.0, how="done", words="")
     page = write_run_page(tmp_path).read_text()
     chance = "Not above chance: shop (RSUM 90.0; a random order has 80.0, and reaches 130.0)."
     assert chance in page and "<td>80.0</td>" in page
@@ -212,14 +212,15 @@ def test_chance_stands_on_the_page_of_a_run_that_learned_nothing(tmp_path, monke
 def test_the_page_of_class_folders_begins_with_their_accuracy_and_says_the_ceiling_once(
     tmp_path, given
 ):
-    record = Record(tmp_path, 0.0)
-    record.add("start", 0.0, model="tiny", epochs=1, settings=given)
-    step(record, 0.5, 2.0)
-    recalls = {f"{way}_R@{k}": 0.1 for way in WAYS for k in (1, 5, 10)}
     bounds = {"rsum": 90.0, "rsum_chance": 12.0, "rsum_chance_upper": 20.0, "rsum_best": 95.0}
-    record.add("retrieval", 1, metrics=dict.fromkeys("abcd", recalls | bounds))
-    record.add("zero-shot", 1, metrics={"shop": {"top1": 0.7, "top1_chance": 0.1}})
-    record.add("end", 1.0, how="done", words="")
+    write(
+        tmp_path,
+        ("start", 0.0, {"model": "tiny", "epochs": 1, "settings": given}),
+        step(0.5, 2.0),
+        ("retrieval", 1, {"metrics": dict.fromkeys("abcd", RECALLS | bounds)}),
+        ("zero-shot", 1, {"metrics": {"shop": {"top1": 0.7, "top1_chance": 0.1}}}),
+        ("end", 1.0, {"how": "done", "words": ""}),
+    )
     page = write_run_page(tmp_path).read_text()
     places = [
         page.index(words)

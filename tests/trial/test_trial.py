@@ -175,7 +175,7 @@ def test_each_arm_takes_the_rate_that_is_best_on_validation(whole):
         assert chance[True] > chance[False]
 
 
-@pytest.mark.parametrize("before", [0, 5, 14])
+@pytest.mark.parametrize("before", [5, 30])  # while times are measured, and in a run
 def test_a_stopped_trial_ends_with_the_same_table(made, whole, trainings, tmp_path, before):
     out = tmp_path / "out"
     trainings.left = before

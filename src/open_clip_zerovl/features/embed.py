@@ -157,12 +157,10 @@ class Parts(Protocol):
     @property
     def contents(self) -> Sequence[str]:
         """Digest of each part."""
-        ...
 
     @property
     def counts(self) -> Sequence[int]:
         """Count the rows of each part."""
-        ...
 
     def read(self, part: int) -> Iterator[tuple[int, Any] | str]:
         """Yield (number in the part, picture or caption), without those that cannot be shown, and sentences for the terminal.
@@ -170,7 +168,6 @@ class Parts(Protocol):
         Raises:
             UserError: reading cannot go on.
         """
-        ...
 
 
 class Pictures:

@@ -340,16 +340,13 @@ def _digest(tensors: dict[str, torch.Tensor], facts: Any) -> str:
     return digest_of_all(parts())
 
 
-def plain_repr(thing: Any) -> str:
-    """Write a transform or module without the memory addresses of objects, which differ in each process."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(thing))
-
-
 def _described(inputs: Any) -> list[Any]:
     """Describe a tokenizer or transform as JSON."""
     inner = getattr(inputs, "tokenizer", None)
     if inner is None:
-        return [type(inputs).__name__, getattr(inputs, "context_length", None), plain_repr(inputs)]
+        # without the addresses of objects, which differ in each process
+        text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(inputs))
+        return [type(inputs).__name__, getattr(inputs, "context_length", None), text]
     backend = getattr(inner, "backend_tokenizer", None)
     content = (
         _without_lengths(backend)

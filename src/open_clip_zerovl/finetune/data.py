@@ -128,7 +128,7 @@ class DataArguments:
         """
         flags = (*SOURCES, *RETRIEVAL, *LABELLED)
         names = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
-        texts = {flag: getattr(request, name, None) for flag, name in names.items()}
+        texts = {flag: getattr(request, name, None) or "" for flag, name in names.items()}
         found = {flag: find_data(text, say) for flag in SOURCES if (text := texts[flag])}
         texts[HELD_OUT_FLAG] = texts[HELD_OUT_FLAG] or found[DATA_FLAG].held_out
         given = {flag: pairs.train_data for flag, pairs in found.items()}
