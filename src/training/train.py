@@ -43,7 +43,7 @@ from open_clip_zerovl.recipe.flags import AllFlags
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import described_groups
 from open_clip_zerovl.recipe.step import MicroBatch, RecipeStep
-from open_clip_zerovl.report.tables import duration
+from open_clip_zerovl.report.tables import duration, size_words
 from open_clip_zerovl.sampling.schedule import Batching
 from training.checkpointing import Position, checkpoint_bytes, save_step
 from training.data import batching_of
@@ -477,18 +477,14 @@ def plan_lines(
     size, count = checkpoint_bytes(model), checkpoints_kept(args.whole_run, config)
     logs = args.whole_run.logs
     place, free = free_space("." if logs.lower() == "none" else logs)
-    disk = f"{count} checkpoints of {_size(size)}, with one being written: {_size(count * size)}"
+    disk = f"{count} checkpoints of {size_words(size)}, with one being written: {size_words(count * size)}"
     rows = {
         "step": step,
         "memory": f"{memory_bytes(timer.device) / _GIB:.1f} of {total / _GIB:.1f} GiB at the peak of a rank",
         "run": f"{hours}; evaluation and checkpoints come on top",
-        "disk": f"{disk}; {_size(free)} are free in {Path(place)}",
+        "disk": f"{disk}; {size_words(free)} are free in {Path(place)}",
     }
     return [f"{label:<10}{words}" for label, words in rows.items()]
-
-
-def _size(count: float) -> str:
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / 2**20:.1f} MiB"
 
 
 def checkpoints_kept(args: argparse.Namespace, config: AllFlags) -> int:

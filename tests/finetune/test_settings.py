@@ -81,7 +81,7 @@ def test_sources_tokenizer_and_machine_decide(given, flag, value):
 def test_what_is_asked_replaces_the_choice_and_says_so():
     given = parse_settings(
         ["lr=5e-6", "freeze=text", "text-augment=", "grad-checkpointing"]
-    ) | settings_of(["--wd", "0.2"])
+    ) | settings_of(["--wd=0.2"])
     settings = {each.flag: each for each in choose_settings(facts(8_000, masks=True), given)}
     expected = {
         "lr": "5e-6",
@@ -140,19 +140,6 @@ def test_training_takes_the_flags(samples, gpus):
 def test_refusals(samples, given, sentence):
     with pytest.raises(UserError, match=sentence):
         choose_settings(facts(samples), given)
-
-
-def test_command_lines_as_settings():
-    words = ["--aug-cfg", "scale=(0.6,1.0)", "ratio=(1.0,1.0)", "--pretrained-image", "--lr=1e-4"]
-    settings = settings_of(words)
-    assert settings == {
-        "aug-cfg": "'scale=(0.6,1.0)' 'ratio=(1.0,1.0)'",
-        "pretrained-image": "",
-        "lr": "1e-4",
-    }
-    assert as_arguments(settings) == [*words[:-1], "--lr", "1e-4"]
-    with pytest.raises(UserError, match="unexpected argument '1e-4'"):
-        settings_of(["1e-4"])
 
 
 def test_adapters_have_a_rate_of_their_own():

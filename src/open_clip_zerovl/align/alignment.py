@@ -54,7 +54,6 @@ from open_clip_zerovl.data.splits import (
 )
 from open_clip_zerovl.evaluate.metrics import (
     DIRECTIONS,
-    Measure,
     interval,
     recall_bounds,
     resampled,
@@ -115,11 +114,6 @@ class Pairing:
     def rsum(self) -> float:
         """Return the held-out RSUM of the best seed."""
         return self.outcome.metrics["rsum"]
-
-    def measure(self) -> Measure:
-        """Take the RSUM as a measure over held-out pictures, with which their captions are drawn."""
-        links = torch.from_numpy(self.task.pairs.held_out.text_to_image)
-        return rsum_over_pictures(self.outcome.ranks, links)
 
     def row(self) -> dict[str, str]:
         """Return the cells of a table by their columns."""
@@ -248,9 +242,13 @@ class Alignment:
             return []
         task_of = self._tasks()
         results = [self._train(image, text, task_of(image, text)) for image, text in self.pairings]
-        draws = resampled(
-            {pairing.name: pairing.measure() for pairing in results}, DRAWS, request.seed
-        )
+        measures = {  # over held-out pictures, with which their captions are drawn
+            pairing.name: rsum_over_pictures(
+                pairing.outcome.ranks, torch.from_numpy(pairing.task.pairs.held_out.text_to_image)
+            )
+            for pairing in results
+        }
+        draws = resampled(measures, DRAWS, request.seed)
         for pairing in results:
             pairing.interval = interval(draws[pairing.name])
         ranked = sorted(results, key=lambda pairing: -pairing.rsum)

@@ -33,7 +33,7 @@ from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.splits import Identities, draw_held_out, identity_of
 from open_clip_zerovl.features.embed import FeatureStore, embed, estimated_seconds
 from open_clip_zerovl.features.sources import SourceSamples
-from open_clip_zerovl.report.tables import duration
+from open_clip_zerovl.report.tables import duration, size_words
 from open_clip_zerovl.sampling.schedule import source_schedule
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,11 +152,6 @@ def embed_tower(
         desc=tower.side,
     )
     return store
-
-
-def size_words(count: int) -> str:
-    """Write bytes in words: "3.5 GiB"."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -118,22 +118,6 @@ def write_examples(folder: str | os.PathLike[str], epoch: int, examples: Sequenc
     write_atomically(Path(folder) / EXAMPLES, json.dumps(content, default=thumbnail))
 
 
-def read_examples(folder: str | os.PathLike[str]) -> tuple[int, list[dict[str, Any]]]:
-    """Read the epoch of a run's examples, and the examples.
-
-    Returns:
-        (0, []) if it has none.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    path = Path(folder) / EXAMPLES
-    if not path.exists():
-        return 0, []
-    content = read_json(path, "delete it to get the page without examples")
-    return int(content["epoch"]), content["examples"]
-
-
 def _as_line(line: Mapping[str, Any]) -> str:
     return json.dumps(_finite(line)) + "\n"
 
@@ -329,7 +313,9 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
             [*sources, *(name for line in [*evaluations, *labelled] for name in line["metrics"])],
             SOURCE_COLOURS,
         )
-        epoch, examples = read_examples(folder)
+        file, shown = folder / EXAMPLES, {"epoch": 0, "examples": []}
+        if file.exists():
+            shown = read_json(file, "delete it to get the page without examples")
         return write_page(
             folder / PAGE,
             "run.html",
@@ -352,8 +338,8 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
             and evaluation_picture(labelled, colours, "top1", "zero-shot top-1, %", 100),
             evaluated=_best_and_last(evaluations),
             loss_words=_loss_at_end(steps, number(start.get("loss_at_chance"))),
-            examples_epoch=epoch,
-            examples=examples,
+            examples_epoch=shown["epoch"],
+            examples=shown["examples"],
             data=_data(sources, record["lost"]),
             settings=[
                 (f"--{key.replace('_', '-')}", value)

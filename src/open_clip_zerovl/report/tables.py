@@ -1,4 +1,4 @@
-"""Tables and durations as text for a terminal, and scores shown as their table."""
+"""Tables, sizes and durations as text for a terminal, and scores shown as their table."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ class Scores(dict[str, Mapping[str, Any]]):
 
     def _repr_html_(self) -> str:
         return f'<pre style="white-space: pre; overflow-x: auto; font-size: 12px">{html.escape(repr(self))}</pre>'
+
+
+def size_words(count: float) -> str:
+    """Write bytes in words: "3.5 GiB"."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
