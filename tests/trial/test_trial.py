@@ -480,6 +480,7 @@ def test_arms_of_a_file_are_compared_with_its_first(made, trainings, tmp_path):
             "leaves 0 batches of 8 a run, and 8 are needed; give --minutes 1 or more, a smaller --effective-batch",
         ),
         (("--effective-batch", "64"), "at most the"),
+        (("--rates", "0,1e-4"), "--rates (0.0, 0.0001) is out of range; give positive numbers"),
         (
             ("--", "--epochs", "3"),
             "--epochs does not work with a trial, which sets it; give --minutes",
@@ -523,6 +524,7 @@ def test_after_too_few_minutes_more_of_them_keep_data_and_first_model(made, trai
         ((1e-4, 3e-4, 1e-3), 3.3e-5, {1e-4, 3e-4, 1e-3, 3.3e-5, 1.1e-5}, False),
         ((1e-4, 1e-3), 1.0, {1e-4, 1e-3, 1e-2, 1e-1}, True),
         ((1e-4,), 1.0, {1e-4}, False),
+        ((9.9e-5, 1e-4), 1.0, {9.9e-5, 1e-4}, True),  # the next one, rounded, is the last again
     ],
 )
 def test_a_best_rate_at_an_end_is_tried_beyond(asked, best, tried, at_end):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, at_least, flag
+from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, Range, at_least, flag
 from open_clip_zerovl.finetune.request import SETS
 from open_clip_zerovl.report.verdicts import MARGIN
 
@@ -90,6 +91,9 @@ class TrialFlags:
         "learning rates; each arm takes the best one on validation pictures, and tries up to two more beyond an end "
         "(default 1e-4,3e-4,1e-3)",
         kind=rates,
+        range=Range(
+            "positive numbers", lambda rates, _: all(0 < rate < math.inf for rate in rates)
+        ),
         metavar="RATE,...",
     )
     margin: float = flag(

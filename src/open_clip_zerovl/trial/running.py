@@ -84,15 +84,16 @@ def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> tuple[
     While it is, one more beyond it is tried, `FURTHER_RATES` times at most.
     """
     scores = {rate: score(rate) for rate in sorted(rates)}
-    while True:
+    for left in range(FURTHER_RATES, -1, -1):
         tried = sorted(scores)
         best = max(tried, key=scores.__getitem__)
         at_end = len(tried) > 1 and best in (tried[0], tried[-1])
-        if not at_end or len(tried) == len(rates) + FURTHER_RATES:
-            return best, at_end
+        if not (at_end and left):
+            break
         neighbour = tried[1] if best == tried[0] else tried[-2]
-        beyond = float(f"{best * best / neighbour:.2g}")
+        beyond = float(f"{best * best / neighbour:.2g}")  # of close rates one of them, perhaps
         scores[beyond] = score(beyond)
+    return best, at_end
 
 
 def run_trial(request: Request, say: Say) -> TrialResult:
