@@ -202,6 +202,8 @@ def test_for_want_of_memory_the_micro_batch_is_halved(tmp_path):
     assert [each.value for each in halved] == ["2", "16"] and "micro-batches of 2" in said[0]
     again = json.loads((tmp_path / SETTINGS).read_text())
     assert again["ranks"] == 1 and [each["value"] for each in again["settings"]] == ["2", "16"]
+    odd = [replace(each, value={"4": "9", "8": "2"}[each.value]) for each in stored]
+    assert [each.value for each in _halved(request, odd, said.append)] == ["3", "6"]
     halved = _halved(request, halved, said.append)
     with pytest.raises(MemoryFull, match="with micro-batches of 1"):
         _halved(request, halved, said.append)

@@ -62,7 +62,7 @@ from open_clip_zerovl.finetune.proposal import (
     as_flags,
     choose_settings,
 )
-from open_clip_zerovl.finetune.request import FinetuneRequest
+from open_clip_zerovl.finetune.request import DATA_OF_CURVE, FinetuneRequest
 from open_clip_zerovl.finetune.split import (
     Prepared,
     check_keeping,
@@ -144,7 +144,8 @@ def _same_request(request: FinetuneRequest, say: Say) -> pairs.DataArguments:
     # The files of the model may be gone, of which OUT/before holds the content.
     model = digest_of_model(request.start) or (read_claim(file) or {}).get(MODEL)
     arguments = pairs.DataArguments.of(request, say)
-    wanted = {**request.claimed(arguments), MODEL: model}
+    flags = [flag for flag in arguments.given if flag not in DATA_OF_CURVE]
+    wanted = {**request.of_training(), **arguments.entries(flags), MODEL: model}
     made = [request.out / name for name in ("data", "before", SETTINGS)]
     return arguments.claim(file, wanted, begun=request.out / RUN, made=made)
 
@@ -242,6 +243,8 @@ def has_logit_bias(model: str) -> bool:
 def _halved(request: FinetuneRequest, settings: Sequence[Setting], say: Say) -> list[Setting]:
     """Store the settings with half of the micro-batch and twice the DGA steps, the same effective batch, and return them.
 
+    An odd micro-batch is divided by its smallest factor.
+
     Raises:
         MemoryFull: the micro-batch is one sample, or was given.
     """
@@ -251,8 +254,11 @@ def _halved(request: FinetuneRequest, settings: Sequence[Setting], say: Say) -> 
         raise MemoryFull(
             f"{MEMORY_FULL} with micro-batches of {size}; give a smaller --set batch-size, or a smaller model"
         )
-    new = {"batch-size": str(size // 2), "dga-steps": str(2 * steps)}
-    say(f"{MEMORY_FULL}: trained again with micro-batches of {size // 2} and {2 * steps} DGA steps")
+    part = next(factor for factor in range(2, size + 1) if size % factor == 0)
+    new = {"batch-size": str(size // part), "dga-steps": str(part * steps)}
+    say(
+        f"{MEMORY_FULL}: trained again with micro-batches of {size // part} and {part * steps} DGA steps"
+    )
     halved = [replace(each, value=new.get(each.flag, each.value)) for each in settings]
     file = request.out / SETTINGS
     content = json.loads(file.read_text(encoding="utf-8"))

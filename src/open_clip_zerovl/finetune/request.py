@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.core.flags import NOT_NEGATIVE, SEED, SHARE, flag, flags_of
-from open_clip_zerovl.data.names import PER_EPOCH
 from open_clip_zerovl.evaluate.settings import CurveFlags
 from open_clip_zerovl.recipe.flags import Settings
 
@@ -97,11 +96,6 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
         """Return the share of --keep-data in an epoch."""
         return KEEP_SHARE if self.keep_share is None else self.keep_share
 
-    @property
-    def captions(self) -> str | None:
-        """Return --captions of the training, which decides the samples of an epoch."""
-        return self.given.get("captions", PER_EPOCH)
-
     def of_training(self) -> dict[str, Any]:
         """Name the arguments that decide the training, with None for a flag that is not given."""
         flags = [(self.start, each) for each in flags_of(Encoder)] + [
@@ -119,11 +113,6 @@ class FinetuneRequest(FinetuneFlags, CurveFlags):
             "--keep-share": self.share_kept if self.keep_data else None,
             **{f"--set {flag}": value for flag, value in self.given.items()},
         }
-
-    def claimed(self, arguments: DataArguments) -> dict[str, Any]:
-        """Name the arguments that decide the training, for the claim of the folder."""
-        flags = [flag for flag in arguments.given if flag not in DATA_OF_CURVE]
-        return {**self.of_training(), **arguments.entries(flags)}
 
     def of_curve(self, arguments: DataArguments) -> dict[str, Any]:
         """Name the arguments that decide the curve."""

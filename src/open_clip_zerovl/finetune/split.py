@@ -32,7 +32,7 @@ from open_clip_zerovl.core.files import (
 )
 from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.images import decode_image
-from open_clip_zerovl.data.names import CLASS_NAMES, TEMPLATES
+from open_clip_zerovl.data.names import CLASS_NAMES, PER_EPOCH, TEMPLATES
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.sets import IndexedSet
 from open_clip_zerovl.data.sources import Source, content_of_source, parse_sources
@@ -410,10 +410,11 @@ def with_old_pairs(
     Raises:
         UserError: old pairs that cannot be opened, or with the name of a new source.
     """
-    new = parse_sources(train_data, captions=request.captions)
+    captions = request.given.get("captions", PER_EPOCH)
+    new = parse_sources(train_data, captions=captions)
     if old_data is None:
         return new, train_data, None, []
-    old = parse_sources(old_data, captions=request.captions)
+    old = parse_sources(old_data, captions=captions)
     share, samples = request.share_kept, sum(source.num_samples for source in new)
     weight = share / (1 - share) * samples / sum(source.num_samples for source in old)
     factors = "::".join(f"{source.name}={weight!r}" for source in old)
@@ -424,4 +425,4 @@ def with_old_pairs(
         f"An epoch has {samples:,} new pairs and {share:.0%} old ones ({shown}): "
         f"{1 + sum(counts.values()) / samples:.2f} times the samples."
     )
-    return parse_sources(both, factors, captions=request.captions), both, factors, [note]
+    return parse_sources(both, factors, captions=captions), both, factors, [note]
