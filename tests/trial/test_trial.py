@@ -462,13 +462,14 @@ def test_every_set_of_a_flag_is_a_data_argument(made):
 
 
 def test_arms_of_a_file_are_compared_with_its_first(made, trainings, tmp_path):
-    arms = {"small": {}, "hot": {"dga-steps": 2, "temperature": 0.05, "coin-flip-mixup": True}}
+    hot = {"dga-steps": 2, "temperature": 0.05, "coin-flip-mixup": True, "siglip": False}
+    arms = {"small": {}, "hot": {**hot, "freeze-norm-statistics": None}}
     (tmp_path / "arms.json").write_text(json.dumps(arms))
     main(words(made, tmp_path / "out", "--arms", str(tmp_path / "arms.json"), "--seeds", "2"))
     assert [*table_of(tmp_path / "out")["rates"]] == ["small", "hot"]
-    hot = [one for one in trainings.flags if one["name"].startswith("run-hot")]
-    own = ("dga-steps", "temperature", "coin-flip-mixup")
-    assert {tuple(one[flag] for flag in own) for one in hot} == {("2", "0.05", "")}
+    runs = [one for one in trainings.flags if one["name"].startswith("run-hot")]
+    values = {tuple(run.get(flag) for flag in arms["hot"]) for run in runs}
+    assert values == {("2", "0.05", "", None, None)}
 
 
 @pytest.mark.parametrize(

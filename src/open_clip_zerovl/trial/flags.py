@@ -12,6 +12,7 @@ from typing import Any
 
 from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, Range, at_least, flag
 from open_clip_zerovl.finetune.request import SETS
+from open_clip_zerovl.recipe.flags import Settings
 from open_clip_zerovl.report.verdicts import MARGIN
 
 PLAIN = "plain"
@@ -22,7 +23,7 @@ ARMS = {
     "recipe": "debiased with coin-flip mixup",
 }
 
-Arms = Sequence[str] | Mapping[str, Mapping[str, str]]
+Arms = Sequence[str] | Mapping[str, Settings]
 
 
 def arms(text: str) -> Arms:
@@ -31,10 +32,10 @@ def arms(text: str) -> Arms:
         arms = json.loads(Path(text).expanduser().read_text(encoding="utf-8"))
         if not (isinstance(arms, dict) and len(arms) > 1 and all(map(_is_arm, arms.values()))):
             raise argparse.ArgumentTypeError(
-                'give {"ARM": {"FLAG": VALUE}, ...}, two arms or more, a VALUE text, a number, or true of a switch'
+                'give {"ARM": {"FLAG": VALUE}, ...}, two arms or more, a VALUE text, a number, true of a switch, or null'
             )
         return {
-            arm: {flag: "" if value is True else str(value) for flag, value in flags.items()}
+            arm: {flag: _setting(value) for flag, value in flags.items()}
             for arm, flags in arms.items()
         }
     names = tuple(dict.fromkeys(text.split(",")))
@@ -47,9 +48,17 @@ def arms(text: str) -> Arms:
 
 
 def _is_arm(flags: Any) -> bool:
-    """Return whether an entry of an arms' file is flags with values of a command line."""
-    values = flags.values() if isinstance(flags, dict) else [None]
-    return all(isinstance(value, str | int | float) and value is not False for value in values)
+    """Return whether an entry of an arms' file is flags, each with one value."""
+    return isinstance(flags, dict) and not any(
+        isinstance(value, list | dict) for value in flags.values()
+    )
+
+
+def _setting(value: Any) -> str | None:
+    """Write a value of an arms' file as a training flag's, None for a flag that the arm leaves out."""
+    if value is None or isinstance(value, bool):
+        return "" if value else None
+    return str(value)
 
 
 def rates(text: str) -> tuple[float, ...]:
