@@ -76,6 +76,7 @@ from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.urls import local_path
 
 DRAWS = 1000  # of an interval
+WAYS = dict(zip(DIRECTIONS, ("I2T", "T2I"), strict=True))
 OF_SEEDS = "RSUM of seeds"  # a column where there are several
 DRAWN = 5  # pairings, on the page
 
@@ -118,36 +119,36 @@ class Pairing:
     def row(self) -> dict[str, str]:
         """Return the cells of a table by their columns."""
         metrics, (low, high) = self.outcome.metrics, self.interval
-        recalls = [f"{100 * metrics[f'{way}_R@1']:.1f}" for way in DIRECTIONS]
-        row = dict(zip(("image", "text"), self.names, strict=True))
-        row["widths"] = f"{self.image.width}, {self.text.width}"
-        row |= zip(("I2T R@1", "T2I R@1"), recalls, strict=True)
-        row |= {"RSUM": f"{self.rsum:.1f}", "95 % interval": f"{low:.1f} to {high:.1f}"}
-        if len(self.of_seeds) > 1:
-            row[OF_SEEDS] = " ".join(f"{score:.0f}" for score in self.of_seeds)
-        row |= {"epoch": str(self.outcome.best_epoch), "train": duration(self.seconds)}
-        return row if self.top1 is None else {**row, "top-1": f"{100 * self.top1:.1f}"}
+        of_seeds = " ".join(f"{score:.0f}" for score in self.of_seeds)
+        return {
+            "image": self.names[0],
+            "text": self.names[1],
+            "widths": f"{self.image.width}, {self.text.width}",
+            **{f"{short} R@1": f"{100 * metrics[f'{way}_R@1']:.1f}" for way, short in WAYS.items()},
+            "RSUM": f"{self.rsum:.1f}",
+            "95 % interval": f"{low:.1f} to {high:.1f}",
+            **({OF_SEEDS: of_seeds} if len(self.of_seeds) > 1 else {}),
+            "epoch": str(self.outcome.best_epoch),
+            "train": duration(self.seconds),
+            **({} if self.top1 is None else {"top-1": f"{100 * self.top1:.1f}"}),
+        }
 
     def record(self) -> dict[str, Any]:
         """Describe the pairing as JSON."""
-        named = {
+        return {
             "image": self.image.name,
             "text": self.text.name,
             "widths": [self.image.width, self.text.width],
-        }
-        scores = {
             "metrics": self.outcome.metrics,
             "interval": self.interval,
             "rsum of seeds": self.of_seeds,
             "sources": self.of_sources,
             "top1": self.top1,
-        }
-        training = {
             "best epoch": self.outcome.best_epoch,
             "checks": self.outcome.scores,
             "seconds": self.seconds,
+            "settings": vars(self.recipe),
         }
-        return {**named, **scores, **training, "settings": vars(self.recipe)}
 
 
 def run_align(
@@ -342,9 +343,10 @@ class Alignment:
 
         def task(image: Tower, text: Tower) -> Task:
             pictures, texts = stores[id(image)], stores[id(text)]
-            of: list[Any] = [pictures.digest, texts.digest]
-            of += [self.sources.training, digest_of(held_out)]
-            of += [len(pairs.images), len(pairs.texts)]  # a tower of the same call may lack samples
+            of = [
+                *(pictures.digest, texts.digest, self.sources.training, digest_of(held_out)),
+                *(len(pairs.images), len(pairs.texts)),  # a tower of the same call may lack samples
+            ]
             return Task(
                 pairs,
                 features(pictures, unit_scale(pictures, pairs.images)),

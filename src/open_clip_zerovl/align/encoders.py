@@ -208,17 +208,26 @@ def _timm(name: str, place: str) -> Tower:
     data = resolve_model_data_config(visual.trunk)
     size = list(data["input_size"][1:])
     pool = getattr(visual.trunk, "global_pool", "")
-    cfg |= {"timm_model_name": architecture, "timm_model_pretrained": False, "image_size": size}
-    cfg["timm_pool"] = pool if isinstance(pool, str) else ""
+    cfg |= {
+        "timm_model_name": architecture,
+        "timm_model_pretrained": False,
+        "image_size": size,
+        "timm_pool": pool if isinstance(pool, str) else "",
+    }
     rebuilt = {key: value.shape for key, value in _visual(cfg).state_dict().items()}
     if rebuilt != {key: value.shape for key, value in visual.state_dict().items()}:
         raise UserError(
             f"{name} was built with special arguments, but open_clip builds timm's {architecture} from its name alone, which "
             "gives other tensors; give a model that timm builds from its name"
         )
-    preprocess = {"size": size, "mean": list(data["mean"]), "std": list(data["std"]), "mode": "RGB"}
-    preprocess["interpolation"] = data["interpolation"]
-    preprocess["resize_mode"] = "squash" if data["crop_mode"] == "squash" else "shortest"
+    preprocess = {
+        "size": size,
+        "mean": list(data["mean"]),
+        "std": list(data["std"]),
+        "mode": "RGB",
+        "interpolation": data["interpolation"],
+        "resize_mode": "squash" if data["crop_mode"] == "squash" else "shortest",
+    }
     return _image_tower(name, visual, cfg, preprocess)
 
 
@@ -311,8 +320,13 @@ def _hf_text(name: str, source: str, context_length: int | None) -> Tower:
             f"{name} pools its tokens by {pool}, which open_clip's text towers cannot; give an encoder that pools by "
             + " or ".join(_POOLERS)
         )
-    cfg = {"hf_model_name": source, "hf_tokenizer_name": source, "hf_model_pretrained": True}
-    cfg |= {"hf_pooler_type": _POOLERS[pool], "hf_proj_type": "linear"}
+    cfg = {
+        "hf_model_name": source,
+        "hf_tokenizer_name": source,
+        "hf_model_pretrained": True,
+        "hf_pooler_type": _POOLERS[pool],
+        "hf_proj_type": "linear",
+    }
     text = CustomTextCLIP(8, SMALL_IMAGE, cfg).text.float()
     config, files = text.config, _with_padding(text, name, source)
     if files is not None:
@@ -412,8 +426,8 @@ def _sentence_transformer(source: str) -> tuple[str | None, int]:
     lengths = [
         DEFAULT_CONTEXT_LENGTH,
         _config(source, "sentence_bert_config.json").get("max_seq_length"),
+        _config(source, "tokenizer_config.json").get("model_max_length"),
     ]
-    lengths.append(_config(source, "tokenizer_config.json").get("model_max_length"))
     return pooling.get("pooling_mode") or "+".join(modes) or None, int(
         min(length for length in lengths if length)
     )

@@ -109,8 +109,8 @@ def export_aligned(
         "vision_cfg": cfgs[0],
         "text_cfg": cfgs[1],
         "custom_text": True,
+        "quick_gelu": bool(image.quick_gelu or text.quick_gelu),
     }
-    model_cfg["quick_gelu"] = bool(image.quick_gelu or text.quick_gelu)
     spec = ModelSpec("aligned", model_cfg, image.preprocess_cfg)
     card = ModelCard(spec, weights, origin, metrics=metrics, params=params, base_models=encoders)
     folder = write_local_dir(origin, weights, spec, out, card=card, force=True)
