@@ -313,26 +313,6 @@ def loader_sentence(waited: float, total: float, samples: int, workers: int) -> 
     )
 
 
-def stuck_sentence(loss: float, effective_batch: int) -> str | None:
-    """Warn in a sentence if a contrastive loss is that of a model at chance.
-
-    Args:
-        loss: mean of an epoch.
-        effective_batch: N; chance is ln N.
-
-    Returns:
-        None if it is not.
-    """
-    chance = math.log(effective_batch)
-    if effective_batch < 2 or not loss >= STUCK_SHARE * chance:
-        return None
-    return (
-        f"the loss, {loss:.4g}, is that of chance, ln {effective_batch:,} = {chance:.4g}: the model does not tell which "
-        "caption belongs to which picture; look at the learning rate (--lr, --warmup), at captions and pictures, and "
-        "at the starting weights"
-    )
-
-
 class BySource:
     """The mean loss of each source's pairs since the last `take`.
 
@@ -512,10 +492,15 @@ class StepLog:
 
     def _warn_once(self, step: int) -> None:
         """Warn, in the first such epoch of a process, of a loss that is that of chance and of a slow loader."""
-        if self.judged and step >= JUDGED_FROM_STEP:
-            sentence = stuck_sentence(self.losses["loss"].avg, self.batching.effective_batch)
-            if sentence is not None and self.run_log.first("stuck"):
-                logging.warning(f"Epoch {self.epoch}: {sentence}.")
+        pairs, loss = self.batching.effective_batch, self.losses["loss"].avg
+        chance = math.log(pairs)
+        stuck = pairs > 1 and step >= JUDGED_FROM_STEP and loss >= STUCK_SHARE * chance
+        if self.judged and stuck and self.run_log.first("stuck"):
+            logging.warning(
+                f"Epoch {self.epoch}: the loss, {loss:.4g}, is that of chance, ln {pairs:,} = {chance:.4g}: the model does not "
+                "tell which caption belongs to which picture; look at the learning rate (--lr, --warmup), at captions and "
+                "pictures, and at the starting weights."
+            )
         samples = self.counted_steps * self.batching.rank_batch
         sentence = loader_sentence(
             self.waited, self.end - self.counted_from, samples, self.args.workers

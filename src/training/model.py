@@ -153,7 +153,7 @@ def cosine_lr(
     """Make open_clip's warm-up and cosine with a floor (section 2.2: 1e-4 down to 1e-5), which sets and returns the rate of a
     step.
 
-    See `core.rates.warmup_cosine`.
+    See `recipe.optimizer.warmup_cosine`.
     """
 
     def adjust(step: int) -> float:

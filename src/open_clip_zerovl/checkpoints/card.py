@@ -203,7 +203,7 @@ class ModelCard:
             license=self.licence,
             tags=["clip", "zerovl"],
             model_name=title,
-            **self._stands_on(params, scores) if self.data is None else _of_weights(self.data),
+            **self._stands_on(params, scores),
         )
         folder = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
@@ -231,7 +231,14 @@ class ModelCard:
         )
 
     def _stands_on(self, params: Mapping[str, Any], scores: list[EvalResult]) -> dict[str, Any]:
-        """Name what the weights stand on, and their scores, for the front matter."""
+        """Name what the weights stand on, and their scores, for the front matter.
+
+        Another card's hold for the same weights written for another library.
+        """
+        if self.data is not None:
+            return {
+                name: self.data.get(name) for name in ("base_model", "datasets", "eval_results")
+            }
         started = [params.get("init_from"), params.get("model")]
         if params.get("pretrained"):
             started.append(f"{params.get('model')}/{params['pretrained']}")
@@ -243,11 +250,6 @@ class ModelCard:
             "datasets": [*data_sets] or None,
             "eval_results": scores or None,
         }
-
-
-def _of_weights(data: CardData) -> dict[str, Any]:
-    """Select the entries that describe weights, which hold for the same weights written for another library."""
-    return {name: data.get(name) for name in ("base_model", "datasets", "eval_results")}
 
 
 def run_card(

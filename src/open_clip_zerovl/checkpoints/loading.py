@@ -333,16 +333,6 @@ def choose_device(name: str | torch.device = "auto", *, local_rank: int = 0) -> 
     return device
 
 
-def _skeleton(spec: ModelSpec) -> ClipModel:
-    """Build the model without its weights by open_clip from the config that an export would hold."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), spec.model_cfg, spec.preprocess_cfg)
-        with no_alarm():
-            return open_clip.create_model(
-                LOCAL_DIR + folder, load_weights=False, pretrained_text=False
-            )
-
-
 def tokenizer_of(spec: ModelSpec) -> HFTokenizer | SimpleTokenizer:
     """Return the model's tokenizer.
 
@@ -476,7 +466,14 @@ def assemble(
     Raises:
         UserError: they do not fit.
     """
-    model = _skeleton(spec)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        no_alarm(),
+    ):  # from the config that an export would hold
+        write_config(Path(folder), spec.model_cfg, spec.preprocess_cfg)
+        model: ClipModel = open_clip.create_model(
+            LOCAL_DIR + folder, load_weights=False, pretrained_text=False
+        )
     # Constants that the model itself does not store: a scripted model does, and transformers did before 4.31.
     unstored = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
     for name in unstored & weights.keys():
