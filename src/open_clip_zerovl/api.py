@@ -214,8 +214,8 @@ def near(
 def train(*, name: str, logs: Given = "./logs/", **flags: Any) -> Run:
     """Train in a child process, whose lines are printed: `zerovl train`.
 
-    An interrupt (KeyboardInterrupt) makes the training save a checkpoint and end. The same call goes on where it stopped, or
-    returns at once where all epochs are done.
+    An interrupt (KeyboardInterrupt) makes the training save a checkpoint and end, a second one ends it at once. The same call
+    goes on where it stopped, or returns at once where all epochs are done.
 
     Args:
         name, logs: the run's folder is logs/name.

@@ -18,6 +18,7 @@ from open_clip_zerovl.core import processes
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import (
     children_of,
+    follow_training,
     gpu_memories,
     missing_ranks,
     ranks_here,
@@ -26,7 +27,7 @@ from open_clip_zerovl.core.processes import (
     training_command,
 )
 from support import ROOT, warm
-from support.programs import COMMON
+from support.programs import COMMON, kill, wait_until
 from support.tars import write_source
 from support.tiny_clip import WORDS, write_bert
 
@@ -212,13 +213,6 @@ def test_each_rank_gets_ctrl_c_once_each_time(tmp_path, kind, ranks, presses):
     ] * ranks
 
 
-def wait_until(condition, run: subprocess.Popen | None = None, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert (run is None or run.poll() is None) and time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.slow(reason="torchrun and two ranks that import torch, four times")
 @pytest.mark.timeout(400)
 def test_two_processes_train_and_stop_with_a_checkpoint(tmp_path):
@@ -317,6 +311,24 @@ def test_a_training_that_is_started_is_stopped_with_a_checkpoint(program):
         training.check()
 
 
+def test_each_interrupt_of_a_notebook_reaches_the_training(monkeypatch):
+    """The second one ends it at once: it is in a group of its own."""
+    program = "import signal, sys, time\nsignal.signal(signal.SIGINT, lambda *_: print('asked', flush=True))\n"
+    program += "print('starts', flush=True)\nfor _ in range(2): signal.pause()"
+    command = [sys.executable, "-c", program]
+    monkeypatch.setattr(processes, "training_command", lambda words, ranks: command)
+    lines = []
+
+    def interrupt(line: str) -> None:
+        lines.append(line)
+        if len(lines) < 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        follow_training([], 1, interrupt)
+    assert lines == ["starts", "asked", "asked"]
+
+
 def test_ctrl_c_in_the_moment_of_a_fork_is_not_lost(tmp_path):
     """Python loses an exception that a signal's handler raises within its hooks of a fork."""
     armed = [True]
@@ -410,11 +422,6 @@ sys.exit(85)
 """
 
 
-def descendants(pid: int) -> list[int]:
-    below = children_of(pid)
-    return [*below, *(child for parent in below for child in descendants(parent))]
-
-
 @pytest.mark.parametrize(
     ("number", "saving_seconds", "everyone"),
     [
@@ -436,8 +443,7 @@ def test_ranks_that_are_asked_to_stop_have_the_time_they_need(
             os.kill(pid, number)
         assert run.wait(timeout=saving_seconds + 30) == 85
     finally:
-        for pid in [*descendants(run.pid), run.pid] if run.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
+        kill(run)
     assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
 
 
@@ -451,4 +457,4 @@ def test_training_ends_with_a_supervisor_that_is_killed(tmp_path):
     stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
     run.kill()
     run.wait()
-    wait_until(lambda: not stat.exists() or "Z" in stat.read_text().rpartition(")")[2], seconds=10)
+    wait_until(lambda: not stat.exists() or "Z" in stat.read_text().rpartition(")")[2])

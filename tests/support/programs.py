@@ -140,12 +140,15 @@ def kill(program: subprocess.Popen) -> None:
 
 
 def wait_until(
-    condition: Callable[[], object], program: subprocess.Popen, log: Path | None = None
+    condition: Callable[[], object],
+    program: subprocess.Popen | None = None,
+    log: Path | None = None,
 ) -> None:
-    """Wait for a condition while a program runs, at most 200 seconds."""
+    """Wait for a condition, while a program runs if one is given, at most 200 seconds."""
     deadline = time.monotonic() + 200
     while not condition():
-        assert program.poll() is None and time.monotonic() < deadline, (
+        runs = program is None or program.poll() is None
+        assert runs and time.monotonic() < deadline, (
             log.read_text()[-3000:] if log else "it has ended"
         )
         time.sleep(0.01)

@@ -231,7 +231,7 @@ def follow_training(
 
     Raises:
         UserError: see `training_command`; the training failed (its last error is in the sentence), or was stopped.
-        KeyboardInterrupt: Ctrl-C, after the training has saved a checkpoint and ended.
+        KeyboardInterrupt: Ctrl-C, after the training has saved a checkpoint and ended; a second one ends it at once.
     """
     child = _start(
         training_command(arguments, processes),
@@ -244,23 +244,25 @@ def follow_training(
     )
     assert child.stdout is not None
     printed: deque[str] = deque(maxlen=_LAST_LINES)
-
-    def hand_on() -> None:
-        for line in child.stdout or ():
-            printed.append(line)
-            say(line.rstrip("\n"))
-
+    interrupt: KeyboardInterrupt | None = None
     try:
-        hand_on()
-        status = child.wait()
-    except BaseException:  # a notebook's interrupt, or an error of `say`
+        while True:
+            try:
+                for line in child.stdout:
+                    printed.append(line)
+                    say(line.rstrip("\n"))
+                status = child.wait()
+                break
+            except KeyboardInterrupt as error:  # a notebook's, which does not reach the child
+                interrupt = error
+                child.send_signal(signal.SIGINT)
+    except BaseException:  # of `say`
         child.send_signal(signal.SIGINT)
-        try:
-            hand_on()
-        finally:
-            child.stdout.read()  # a child whose words nobody reads waits for ever
-            child.wait()
+        child.stdout.read()  # a child whose words nobody reads waits for ever
+        child.wait()
         raise
+    if interrupt is not None:
+        raise interrupt
     _check(status, printed)
 
 
