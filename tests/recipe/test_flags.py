@@ -18,6 +18,7 @@ from open_clip_zerovl.recipe.flags import (
     OpenClipFlags,
     RecipeConfig,
     as_arguments,
+    parse_settings,
     settings_of,
 )
 from training.params import build_parser, open_clip_parser, parse
@@ -209,6 +210,12 @@ def test_an_image_size_is_read_before_and_after_open_clip_has_changed_it(words, 
 )
 def test_a_table_of_flags_makes_the_words_of_which_it_is_made(words):
     assert as_arguments(settings_of(shlex.split(words))) == shlex.split(words)
+
+
+def test_a_switch_for_a_value_is_an_entry_of_its_flag():
+    """finetune's own --sampling stood beside the given --debiased-sampling."""
+    assert settings_of(["--debiased-sampling"]) == {"sampling": "debiased"}
+    assert parse_settings(["debiased-sampling", "lr="]) == {"sampling": "debiased", "lr": None}
 
 
 def test_a_double_dash_before_the_flags_is_passed_over():

@@ -762,6 +762,12 @@ Settings = dict[str, "str | None"]
 
 # --ablate NAME --ablate NAME
 REPEATED = {each.option.removeprefix("--") for each in flags_of(RecipeConfig) if each.several}
+# --debiased-sampling is --sampling debiased
+SWITCHES = {
+    each.switch[0].removeprefix("--"): (each.option.removeprefix("--"), each.switch[1])
+    for each in flags_of(RecipeConfig)
+    if each.switch is not None
+}
 # --image-mean 0.5 0.5 0.5; two of open_clip's take KEY=VALUE words
 SEVERAL_VALUES = {"aug-cfg", "opt-kwargs"} | {
     each.option.removeprefix("--") for each in flags_of(OpenClipFlags) if each.nargs is not None
@@ -774,7 +780,7 @@ def parse_settings(texts: Sequence[str]) -> Settings:
     for text in texts:
         name, separator, value = text.partition("=")
         settings[name.removeprefix("--")] = value if value or not separator else None
-    return settings
+    return _without_switches(settings)
 
 
 def settings_of(words: Sequence[str]) -> Settings:
@@ -794,10 +800,19 @@ def settings_of(words: Sequence[str]) -> Settings:
             raise UserError(f"unexpected argument {word!r}; training flags begin with --")
         else:
             last.append(word)
-    return {
+    settings = {
         name: shlex.join(parts) if len(parts) > 1 or name in SEVERAL_VALUES else "".join(parts)
         for name, parts in values.items()
     }
+    return _without_switches(settings)
+
+
+def _without_switches(settings: Mapping[str, str | None]) -> Settings:
+    """Write the value that a switch stands for in place of the switch: a table has one entry for a flag."""
+    return dict(
+        SWITCHES.get(name, (name, value)) if value is not None else (name, value)
+        for name, value in settings.items()
+    )
 
 
 def as_arguments(flags: Mapping[str, str | None]) -> list[str]:
