@@ -2,11 +2,10 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,16 +113,23 @@ def test_without_a_package_that_it_needs(monkeypatch, capsys, gone):
     assert "open files" in out  # a check that fails does not end the others
 
 
-def test_a_driver_without_a_gpu_that_torch_sees(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    assert "CUDA_VISIBLE_DEVICES" in (problem_of("cpu") or "")
+FREE = SimpleNamespace(free=2**20)
+FAULTS = [  # topic, what is not as it should be, words of the remedy
+    (
+        "cpu",
+        {"torch.cuda.is_available": False, "shutil.which": "nvidia-smi"},
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    ("shared memory", {"shutil.disk_usage": FREE}, "--shm-size"),
+    ("open files", {"resource.getrlimit": (256, 4096)}, "`ulimit -n 4096`"),
+]
 
 
-def test_small_limits_are_reported(monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 2**20))
-    assert "--shm-size" in (problem_of("shared memory") or "")
+@pytest.mark.parametrize(("topic", "here", "words"), FAULTS)
+def test_a_fault_of_the_machine_has_its_remedy(monkeypatch, topic, here, words):
+    for name, result in here.items():
+        monkeypatch.setattr(name, lambda *_, result=result: result)
+    assert words in (problem_of(topic) or "")
 
 
 def test_the_page_numbers_what_is_wrong():

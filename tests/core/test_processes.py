@@ -311,11 +311,23 @@ def test_a_training_that_is_started_is_stopped_with_a_checkpoint(program):
         training.check()
 
 
+# Ends when it was asked twice.
+ASKED_TWICE = """
+import signal, time
+asked = []
+def ask(*_):
+    asked.append(1)
+    print("asked", flush=True)
+signal.signal(signal.SIGINT, ask)
+print("starts", flush=True)
+while len(asked) < 2:
+    time.sleep(0.01)
+"""
+
+
 def test_each_interrupt_of_a_notebook_reaches_the_training(monkeypatch):
     """The second one ends it at once: it is in a group of its own."""
-    program = "import signal, sys, time\nsignal.signal(signal.SIGINT, lambda *_: print('asked', flush=True))\n"
-    program += "print('starts', flush=True)\nfor _ in range(2): signal.pause()"
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", ASKED_TWICE]
     monkeypatch.setattr(processes, "training_command", lambda words, ranks: command)
     lines = []
 

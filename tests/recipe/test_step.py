@@ -16,10 +16,14 @@ from open_clip.loss import ClipLoss, SigLipLoss
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import Purpose, seed_step, stream_seed
+from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
-from open_clip_zerovl.recipe.flags import AllFlags
+from open_clip_zerovl.models.build import create_model_and_transforms
+from open_clip_zerovl.recipe.build import apply_methods
+from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
+from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep, loss_inputs_of, sort_texts, text_padding
 from support.dga_reference import (
     CONTEXT,
@@ -30,7 +34,6 @@ from support.dga_reference import (
     gradients,
     one_graph,
 )
-from support.recipe_model import RecipeModel, recipe_model
 from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
 from support.two_towers import stock_clip
 from training.log import RunLog
@@ -48,13 +51,35 @@ def model(tmp_path_factory) -> str:
     )
 
 
-def planned_of(model: str, precision: str) -> RecipeModel:
+def planned_of(model: str, precision: str) -> SimpleNamespace:
+    """Build a model as training does, with random weights: what its step and its micro-batches are made of."""
     torch.manual_seed(0)
-    config = AllFlags(model=model, coin_flip_mixup=True, mixup_alpha=1.0, seed=SEED)
-    return recipe_model(config, seed=SEED, precision=precision)
+    built, transform, _ = create_model_and_transforms(
+        model, None, precision=precision, pretrained_image=False, output_dict=True
+    )
+    methods = RecipeConfig(coin_flip_mixup=True, mixup_alpha=1.0)
+    _, mixup = apply_methods(built, transform, methods, seed=SEED)
+    _, mean, std = split_normalize(transform)
+    texts = open_clip.get_tokenizer(model)(["a photo of a cat beside two dogs on the road"] * 4)
+    prepared = partial(normalize, mean=mean, std=std)
+    return SimpleNamespace(
+        model=built.train(), normalize=prepared, texts=texts, mixup=mixup, precision=precision
+    )
 
 
-def what_it_sees(planned: RecipeModel) -> list[torch.Tensor]:
+def adamw(planned: SimpleNamespace, lr: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameter_groups(planned.model, 0.2), lr=lr)
+
+
+def step_of(planned: SimpleNamespace, lr: float = 0.0, **options: float) -> RecipeStep:
+    """Make training's step, of one rank."""
+    return RecipeStep(
+        planned.model, ContrastiveLoss(), adamw(planned, lr), precision=planned.precision, normalize=planned.normalize,
+        mixup=planned.mixup, **options,
+    )  # fmt: skip
+
+
+def what_it_sees(planned: SimpleNamespace) -> list[torch.Tensor]:
     """All images and tokens that the model is called with from now on, in order."""
     seen: list[torch.Tensor] = []
     planned.model.register_forward_pre_hook(
@@ -63,15 +88,18 @@ def what_it_sees(planned: RecipeModel) -> list[torch.Tensor]:
     return seen
 
 
-def groups_of(planned: RecipeModel) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def groups_of(planned: SimpleNamespace) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     generator = torch.Generator().manual_seed(1)
-    texts = planned.texts(4)
+    texts = planned.texts
     images = torch.randint(0, 256, (STEPS, K, 4, 3, 32, 32), dtype=torch.uint8, generator=generator)
     return [[(images[step, k], texts) for k in range(K)] for step in range(STEPS)]
 
 
 def train(
-    planned: RecipeModel, optimizer: torch.optim.Optimizer, rank: int = 0, clip: float | None = None
+    planned: SimpleNamespace,
+    optimizer: torch.optim.Optimizer,
+    rank: int = 0,
+    clip: float | None = None,
 ) -> None:
     """One epoch of training's loop over `groups_of`."""
     batches = [pair for group in groups_of(planned) for pair in group]
@@ -101,11 +129,10 @@ def test_training_and_a_loop_of_ones_own_prepare_and_step_alike(model, precision
     for program in ("training", "a loop"):
         planned = planned_of(model, precision)
         seen.append(what_it_sees(planned))
-        optimizer = planned.optimizer(1e-3)
-        taken = planned.step(optimizer, 1, grad_clip_norm=1.0)
         if program == "training":
-            train(planned, optimizer, clip=1.0)
+            train(planned, adamw(planned, 1e-3), clip=1.0)
         else:
+            taken = step_of(planned, 1e-3, grad_clip_norm=1.0)
             for step, group in enumerate(groups_of(planned)):
                 seed_step(SEED, step, 0)
                 taken.take(group, step)
@@ -121,7 +148,7 @@ def test_training_and_a_loop_of_ones_own_prepare_and_step_alike(model, precision
 def test_each_rank_draws_masks_of_its_own(model, rank):
     """Else samples in the same row on two ranks would lose the same tokens."""
     planned = planned_of(model, "fp32")
-    train(planned, planned.optimizer(), rank)
+    train(planned, adamw(planned), rank)
     assert torch.initial_seed() == stream_seed(SEED, Purpose.MODEL, STEPS - 1, rank)
 
 
@@ -143,8 +170,7 @@ def test_a_step_draws_the_mix_of_its_number(model, monkeypatch):
     planned = planned_of(model, "fp32")
     drawn, draw = [], planned.mixup.draw
     monkeypatch.setattr(planned.mixup, "draw", lambda: drawn.append(draw()) or drawn[-1])
-    recipe = planned.step(planned.optimizer(), 1)
-    recipe.take(groups_of(planned)[0], 5)
+    step_of(planned).take(groups_of(planned)[0], 5)
     wanted = CoinFlipMixup(1.0, seed=SEED)
     first = wanted.draw()
     wanted.seek(5)
@@ -154,7 +180,7 @@ def test_a_step_draws_the_mix_of_its_number(model, monkeypatch):
 def test_images_are_mixed_before_they_are_cast(model):
     """lambda's sum is taken in fp32: mixing bf16 numbers rounds twice, and differs."""
     planned = planned_of(model, "pure_bf16")
-    taken = planned.step(planned.optimizer(), K)
+    taken = step_of(planned, retain=K)
     seen = what_it_sees(planned)
     groups = groups_of(planned)
     for step, group in enumerate(groups):
