@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-search notebook test test-all gpu recipes check format docs dist dist-check clean
+.PHONY: help install demo notebook test test-all gpu recipes check format docs dist dist-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -28,9 +28,6 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP) ## train on four emoji sources with debiased and random sampling, compare, export (about 5 minutes; ARGS="--epochs 40": training flags)
 	$(BIN)/python -m scripts.demo $(if $(ARGS),-- $(ARGS))
-
-demo-search: $(STAMP) ## align two released encoders and answer ten queries as a page (3 minutes; DATA=DIR: your own pairs)
-	$(strip $(BIN)/python -m scripts.demo_search $(if $(DATA),--data $(call quoted,$(DATA))))
 
 notebook: $(STAMP) ## execute docs/first_hour.ipynb as a reader does, and keep its outputs (3 to 5 minutes)
 	TQDM_DISABLE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python -m scripts.notebook

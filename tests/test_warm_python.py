@@ -91,6 +91,10 @@ def test_two_processes_share_a_server():
     clients = [run(sys.executable, "-c", ASKS, warm.python()).stdout for _ in range(2)]
     mine = run(warm.python(), "-c", "import os; print(os.getppid())").stdout
     assert clients[0].strip() == clients[1].strip() == mine.strip() != ""
+
+
+@pytest.mark.slow(reason="a second server, with its imports")
+def test_a_process_by_itself_has_a_server_that_ends_with_it():
     alone = run(sys.executable, "-c", ASKS).stdout.strip()
     assert alone not in ("", warm.python()) and not os.path.exists(alone)  # ended with its process
 

@@ -300,6 +300,12 @@ def json_bytes(draw: Draw, good: Any) -> bytes:
     return edited(content.encode(), draw(EDITS)) if kind == "edited" else content.encode()
 
 
+def odd(draw: Draw, good: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """Draw an entry that may have any value at one of its keys, or of the given ones."""
+    values = st.dictionaries(st.sampled_from(keys or tuple(good)), st.none() | JSON, max_size=1)
+    return good | draw(values)
+
+
 def make_sizes(draw: Draw, folder: Path) -> None:
     source = folder / "source"
     source.mkdir()
@@ -356,16 +362,11 @@ def make_table(draw: Draw, folder: Path) -> None:
 def make_annotations(draw: Draw, folder: Path) -> None:
     """Write Karpathy's and Visual Genome's JSON, plain and in a zip."""
     (folder / "p.png").write_bytes(encoded("PNG", "RGB", 40, 30))
-    odd = st.one_of(st.none(), JSON)
-    sentence = {"raw": "a cat", "sentid": 1} | draw(
-        st.dictionaries(st.sampled_from(("raw", "sentid")), odd, max_size=1)
-    )
-    keys = st.sampled_from(("filename", "split", "imgid", "cocoid", "sentences"))
+    sentence = odd(draw, {"raw": "a cat", "sentid": 1})
     image = {"filename": "p.png", "split": "test", "imgid": 3, "sentences": [sentence] * 2}
-    image |= draw(st.dictionaries(keys, odd, max_size=1))
-    keys = st.sampled_from(("region_id", "width", "height", "phrase"))
+    image = odd(draw, image, *image, "cocoid")
     region = {"region_id": 1, "x": 0, "y": 0, "width": 5, "height": 4, "phrase": "a cat"}
-    region |= draw(st.dictionaries(keys, odd, max_size=1))
+    region = odd(draw, region, "region_id", "width", "height", "phrase")
     karpathy = json_bytes(draw, {"images": [image]})
     genome = json_bytes(draw, [{"image_id": 7, "regions": [region] * 2}])
     for name, content in (("karpathy.json", karpathy), ("regions.json", genome)):
@@ -385,11 +386,7 @@ def make_pairs(draw: Draw, folder: Path) -> None:
     place.mkdir()
     for name in ("p.png", "q.png"):
         (place / name).write_bytes(encoded("PNG", "RGB", 40, 30))
-    odd = st.one_of(st.none(), JSON)
-    keys = st.sampled_from(("image", "caption"))
-    row = {"image": "photos/p.png", "caption": "a cat"} | draw(
-        st.dictionaries(keys, odd, max_size=1)
-    )
+    row = odd(draw, {"image": "photos/p.png", "caption": "a cat"})
     good = {"image": "photos/q.png", "caption": ["a dog", "two dogs"]}
     (folder / "pairs.json").write_bytes(json_bytes(draw, [row, good]))
     (folder / "pairs.jsonl").write_bytes(
@@ -398,15 +395,9 @@ def make_pairs(draw: Draw, folder: Path) -> None:
     (folder / "pairs.json.gz").write_bytes(
         edited(gzip.compress(json_bytes(draw, [row, good])), draw(EDITS))
     )
-    keys = st.sampled_from(("id", "file_name"))
-    image = {"id": 1, "file_name": "photos/p.png"} | draw(st.dictionaries(keys, odd, max_size=1))
-    keys = st.sampled_from(("image_id", "caption"))
-    annotation = {"image_id": 1, "id": 2, "caption": "a cat"} | draw(
-        st.dictionaries(keys, odd, max_size=1)
-    )
-    coco = {"images": [image], "annotations": [annotation] * 2} | draw(
-        st.dictionaries(st.sampled_from(("images", "annotations")), odd, max_size=1)
-    )
+    image = odd(draw, {"id": 1, "file_name": "photos/p.png"})
+    annotation = odd(draw, {"image_id": 1, "id": 2, "caption": "a cat"}, "image_id", "caption")
+    coco = odd(draw, {"images": [image], "annotations": [annotation] * 2})
     (folder / "captions_train.json").write_bytes(json_bytes(draw, coco))
     texts = draw(st.lists(st.sampled_from(FIELDS[:-5]), max_size=3))
     picture_of = [encoded("PNG", "RGB", 40, 30), b"", b"x"]
