@@ -83,7 +83,7 @@ def drawn(number: int) -> Sample:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A checkpoint of the demo's model, pairs, and a set to keep."""
+    """A checkpoint of the demo's model, pairs, old pairs, and a set to keep."""
     folder = tmp_path_factory.mktemp("finetune")
     bert = write_bert(folder / "bert")
     name = with_text_model("zerovl-emoji", bert)
@@ -93,6 +93,7 @@ def made(tmp_path_factory):
         {"model": "zerovl-emoji", "text_model": str(bert)},
     )
     write_source(folder / "mine", [drawn(number) for number in range(100)], shard_size=60)
+    write_source(folder / "past", [drawn(number) for number in range(200, 230)], shard_size=20)
     write_retrieval_set(folder / "old", [1] * 10)
     return folder
 
@@ -156,7 +157,7 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
             ["--keep-data=mine={made}/mine", "--set=train-data-upsampling-factors=2"],
             "both decide the weights of the sources", False,
         ),
-        (["--keep-data=mine={made}/mine"], "two sources are called 'mine'", False),
+        (["--keep-data=mine={made}/past"], "two sources are called 'mine'", False),
         (["--kept=held-out={made}/old"], "the set held-out is both new and kept", False),
     ],
 )  # fmt: skip
@@ -295,9 +296,8 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
 def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path):
     """Beside old pairs."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    write_source(tmp_path / "past", [drawn(number) for number in range(200, 230)], shard_size=20)
     more = [
-        f"--keep-data=past={tmp_path / 'past'}",
+        f"--keep-data=past={made / 'past'}",
         f"--kept=old={made / 'old'}",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

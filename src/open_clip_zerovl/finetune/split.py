@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def hold_out(
         compare: False trains on pictures of given sets, too.
 
     Raises:
-        UserError: too few pictures, or data that cannot be read.
+        UserError: too few pictures, two sources of one name, or data that cannot be read.
     """
     scored = {name: set_identities(dataset, out) for name, dataset in arguments.scored().items()}
     sources = {flag: text for flag, text in arguments.given.items() if flag in SOURCES}
@@ -118,11 +118,10 @@ def hold_out(
     held_out = [rows for name, rows in scored.items() if name.startswith(HELD_OUT_FLAG)]
     if new and not compare:
         return Split(sources, new, np.concatenate(held_out), None, ())
-    opened = {flag: open_sources(text) for flag, text in sources.items()}
-    identities = source_identities([*chain.from_iterable(opened.values())], out, say)
+    identities = source_identities(open_sources("::".join(sources.values())), out, say)
     seen, notes = trained_on([model]), []
     if not new:
-        to_draw_from = opened[DATA_FLAG]
+        to_draw_from = open_sources(sources[DATA_FLAG])
         pictures = np.concatenate([identities[source.name] for source in to_draw_from])
         drawn = draw_held_out(pictures, seed=seed, share=share, trained_on=seen)
         new, held_out = _write_held_out(to_draw_from, identities, drawn, out), [drawn]
