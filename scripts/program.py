@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from open_clip_zerovl.core.errors import ended
+from open_clip_zerovl.core.errors import DEBUG, DEBUG_HELP, ended
 from open_clip_zerovl.core.flags import make_parser, run
 
 
@@ -24,6 +24,7 @@ def program(function: Callable[..., Any], argv: Sequence[str] | None = None) -> 
         parser = make_parser(function, f"python -m {name}")
         parser.description = module.__doc__
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP)
         return run(function, parser.parse_args(words))
 
     return ended(call, name, words)

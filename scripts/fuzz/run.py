@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from open_clip_zerovl.core.errors import UserError, sentence_of
+from open_clip_zerovl.core.errors import DEBUG, UserError, sentence_of
 from scripts.fuzz import inputs
 from scripts.fuzz.readers import BAD_SAMPLE, KINDS, Reader
 from scripts.program import program
@@ -176,4 +176,5 @@ def run(
 
 
 if __name__ == "__main__":
-    sys.exit(program(run))
+    # hypothesis' notes on the smallest file stand in the traceback
+    sys.exit(program(run, [*sys.argv[1:], DEBUG]))

@@ -157,6 +157,9 @@ def test_a_dry_run_prints_the_command_and_what_is_missing(tmp_path):
         and f"{absent} are not there" in refused.stderr
         and not refused.stdout
     )
+    for words in (["none"], ["none", "--debug"]):  # as an error of any of the scripts
+        done = recipes(*words)
+        assert done.returncode == 2 and ("Traceback" in done.stderr) == ("--debug" in words)
 
 
 def test_the_papers_runs_ask_for_what_the_paper_says(tmp_path):
