@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -665,10 +665,12 @@ def test_the_progress_bar_counts_every_row(packed, tmp_path, capsys):
 
 
 def test_work_that_takes_long_is_announced(capsys, monkeypatch):
-    monkeypatch.setattr(packing, "SILENT_SECONDS", 0.05)
-    for seconds, printed in ((0.5, "counting ...\n"), (0, "")):
+    for seconds, printed in ((0, "counting ...\n"), (1000, "")):
+        monkeypatch.setattr(packing, "SILENT_SECONDS", seconds)
         with packing.announced("counting", True):
-            time.sleep(seconds)
+            timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+            for timer in timers * (seconds == 0):
+                timer.join()
         assert capsys.readouterr().err == printed
 
 

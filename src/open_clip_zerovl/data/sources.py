@@ -18,10 +18,12 @@ path is not. A remote shard counts by its address.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +43,7 @@ from open_clip_zerovl.data.names import (
     CAPTIONS,
     CLASS_NAMES,
     NAME,
+    PER_EPOCH,
     TEMPLATES,
     file_of_words,
     is_captions,
@@ -48,7 +51,7 @@ from open_clip_zerovl.data.names import (
 )
 from open_clip_zerovl.data.splits import require_training, require_training_samples, shards_of_split
 from open_clip_zerovl.shards.fetch import ShardCache
-from open_clip_zerovl.shards.files import SHARD_COUNT, open_index
+from open_clip_zerovl.shards.files import MANIFEST_FILE, SHARD_COUNT, open_index
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.tar import BYTES_BEHIND, ShardError, locate_samples
 from open_clip_zerovl.shards.urls import REMOTE, check_openable, local_path, shard_digests
@@ -84,6 +87,12 @@ class Source:
         return np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
 
     @property
+    def folder(self) -> Path | None:
+        """Return the folder of its first shard, None for a remote one."""
+        first = local_path(self.shards[0]) if self.shards else None
+        return None if first is None else Path(first).absolute().parent
+
+    @property
     def classes(self) -> bool:
         """Return whether the source was packed from folders of classes, whose pictures share the class's captions."""
         return self.class_folder is not None
@@ -91,15 +100,21 @@ class Source:
     @property
     def class_folder(self) -> Path | None:
         """Return the folder with the names of its classes, None if it was not packed from folders of classes."""
-        first = local_path(self.shards[0]) if self.shards else None
-        names = file_of_words(Path(first).parent, CLASS_NAMES) if first is not None else None
-        return names.parent if names is not None else None
+        names = self.folder and file_of_words(self.folder, CLASS_NAMES)
+        return names.parent if names else None
 
     @property
     def pack_file(self) -> Path | None:
         """Return the `pack.json` of the packed folder of its first shard, None for shards of other programs."""
-        first = local_path(self.shards[0]) if self.shards else None
-        return None if first is None else pack_file(Path(first).absolute().parent)
+        return self.folder and pack_file(self.folder)
+
+    @property
+    def packed(self) -> bool:
+        """Return whether `zerovl data pack` wrote its shards, of which a folder may have been copied alone."""
+        with suppress(OSError, ValueError, TypeError):  # no manifest, or another program's
+            manifest = json.loads(Path(self.folder or "", MANIFEST_FILE).read_bytes())
+            return self.folder is not None and "made_from" in manifest
+        return False
 
     @property
     def layout(self) -> str:
@@ -347,9 +362,7 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
             f"source {name!r} holds no samples in its {len(shards)} shards; check the shards"
         )
     source = Source(name, shards, sizes, captions=how.captions)
-    if how.captions is None and source.pack_file is not None:
-        return replace(source, captions="one-per-epoch")
-    return source
+    return replace(source, captions=PER_EPOCH) if how.captions is None and source.packed else source
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:

@@ -58,10 +58,15 @@ from open_clip_zerovl.prepare.store import (
     hold_out,
     split_by_folders,
 )
-from open_clip_zerovl.shards.files import SHARD_COUNT, SIZES_FILE, mark_retrieval_set, write_shard
+from open_clip_zerovl.shards.files import (
+    MANIFEST_FILE,
+    SHARD_COUNT,
+    SIZES_FILE,
+    mark_retrieval_set,
+    write_shard,
+)
 from open_clip_zerovl.shards.tar import TEXT_EXTENSION, Sample
 
-MANIFEST_FILE = "manifest.json"
 #: Raised by one when the same samples and settings give other shards than before.
 _FORMAT = 2
 SILENT_SECONDS = 2.0  # longer work shows a bar or a line

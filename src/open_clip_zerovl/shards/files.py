@@ -52,6 +52,7 @@ from open_clip_zerovl.shards.tar import (
 from open_clip_zerovl.shards.texts import caption_lines
 
 SIZES_FILE = "sizes.json"
+MANIFEST_FILE = "manifest.json"  # beside the shards that `zerovl data pack` writes
 RETRIEVAL_MARK = "dataset_type.txt"  # in a retrieval set's folder
 SHARD_COUNT = "nshards.txt"  # in the folder of each of its splits
 MOST_SAMPLES = 1 << 40  # of a shard; a larger number in a sizes.json is a mistake
