@@ -281,19 +281,11 @@ class RecipeStep:
             images, texts, *others = zip(*micro_batches, strict=True)
             cut, order = sort_texts(texts, self._padding)
             micro_batches = list(zip(images, cut, *others, strict=True))
-        if self.mixup is None:
-            losses = self._dga.backward(
-                micro_batches, prepare=self.prepare, text_order=order, **inputs
-            )
-        else:
+        if self.mixup is not None:
             self.mixup.seek(step)
-            with self.mixup.step() as mix:
+        with nullcontext() if self.mixup is None else self.mixup.step() as mix:
+            if mix is not None:
                 sizes = [len(part[0 if mix.mixes_images else 1]) for part in micro_batches]
-                losses = self._dga.backward(
-                    micro_batches,
-                    prepare=partial(self.prepare, mix=mix),
-                    text_order=order,
-                    **inputs,
-                    **mix.loss_inputs(sizes, order),
-                )
-        return losses
+                inputs |= mix.loss_inputs(sizes, order)
+            prepared = partial(self.prepare, mix=mix)
+            return self._dga.backward(micro_batches, prepare=prepared, text_order=order, **inputs)
