@@ -403,14 +403,12 @@ def test_validation_comes_from_pictures_that_the_start_model_has_not_seen(
     made, trainings, tmp_path
 ):
     """The start model was trained on all pictures but those of the test set; no further ones are unseen."""
-    packed = tmp_path / "packed"
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    for n in range(120):
-        (raw / f"{n}.png").write_bytes(picture(n))
-        (raw / f"{n}.txt").write_text(f"picture {n}")
-    main(["data", "pack", str(raw), "--out", str(packed), "--test-share", "0.2"])
-    start = tmp_path / "start"
+    packed, start = tmp_path / "packed", tmp_path / "start"
+    pairs = [
+        Sample(f"{n:03d}", {"png": picture(n), "txt": f"picture {n}".encode()}) for n in range(120)
+    ]
+    write_source(packed / "train", pairs[:96], shard_size=96)
+    write_retrieval_set(packed, pairs[96:])
     main(["export", str(made / "start" / "checkpoints" / "epoch_1.pt"), str(start)])
     (source,) = open_sources(f"all={packed / 'train'}")
     seen = source_identities([source], tmp_path / "pictures")["all"]
