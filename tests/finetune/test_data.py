@@ -68,6 +68,7 @@ def hold_out(data: str, new: str, out, *, old=None, labelled=None, kept=None, **
             "x={}/both/x/train::y={}/both/y/train",
             "x={}/both/x::y={}/both/y",
         ),
+        ("dots", ["dots/v1.0/0.tar", "dots/v1.1/0.tar"], "v1={}/dots/v1.0::v1={}/dots/v1.1", ""),
         ("my pairs", ["my pairs/0.tar"], "my-pairs={}/my pairs", ""),
         ("x=/data/x::y=/data/{{00..03}}.tar", [], "x=/data/x::y=/data/{{00..03}}.tar", ""),
     ],

@@ -90,15 +90,15 @@ def find_data(data: str, say: Say = logging.info) -> FinetuneData:
     if not sources:
         for entry in _folders(folder):
             if entry.name not in SPLITS:
-                sources |= _source_in(entry)
+                sources += _source_in(entry)  # two of one name are refused where they are opened
     places = [folder, *_folders(folder), *_folders(folder / "test")]
     sets = [
         place
         for place in places
         if (place / "dataset_type.txt").is_file() and (place / "test").is_dir()
     ]
-    sources = sources or {_name_of(folder): folder}
-    named = "::".join(f"{name}={place}" for name, place in sources.items())
+    sources = sources or [(_name_of(folder), folder)]
+    named = "::".join(f"{name}={place}" for name, place in sources)
     names = [HELD_OUT if place == folder else _name_of(place) for place in sets]
     held_out = "::".join(f"{name}={place}" for name, place in zip(names, sets, strict=True))
     return FinetuneData(as_shards(named, say=say), held_out)
@@ -238,12 +238,12 @@ def _named_as(data: str, earlier: str | None) -> str:
     return "::".join(f"{name}={place}" for name, place in zip(names, places, strict=True))
 
 
-def _source_in(folder: Path) -> dict[str, Path]:
-    """Find the source that a folder is, or holds in `train/`, as {name: place}."""
+def _source_in(folder: Path) -> list[tuple[str, Path]]:
+    """Find the source that a folder is, or holds in `train/`, as its name and place."""
     for place in (folder, folder / "train"):
         if place.is_dir() and kind_of(str(place)).kind in ("shards", "table"):
-            return {_name_of(folder): place}
-    return {}
+            return [(_name_of(folder), place)]
+    return []
 
 
 def _folders(folder: Path) -> list[Path]:
