@@ -174,4 +174,5 @@ def open_files() -> Seen:
     """Look at the limit of open files."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = f"`ulimit -n {min(most, 65_536) if most > 0 else 65_536}` before the run allows more"
-    return f"{files:,}", advice if 0 < files < LEAST_OPEN_FILES else None
+    shown = f"{files:,}" if files > 0 else "unlimited"
+    return shown, advice if 0 < files < LEAST_OPEN_FILES else None

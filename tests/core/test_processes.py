@@ -122,6 +122,13 @@ def test_memory_of_the_visible_gpus(four_gpus, visible, memories):
     assert gpu_memories(environment) == memories
 
 
+def test_a_driver_that_hangs_is_named(four_gpus, tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60")
+    monkeypatch.setattr(processes, "_DRIVER_SECONDS", 0.2)
+    with pytest.raises(UserError, match="nvidia-smi has not answered in 0.2 seconds"):
+        gpu_memories({})
+
+
 def test_without_nvidias_driver_there_is_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu_memories({}) == gpu_memories({"CUDA_VISIBLE_DEVICES": "0,1"}) == []

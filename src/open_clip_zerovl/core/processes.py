@@ -58,6 +58,7 @@ _MARK = "open_clip_zerovl"
 CPU_MICRO_BATCH = 16  # samples at once on a CPU, where nobody gives a number
 MEMORY_FULL = "the device's memory is full"  # begins the last sentence of a training without memory
 _STOP_SECONDS = 600.0  # for a step and its checkpoint
+_DRIVER_SECONDS = 60.0  # in which nvidia-smi answers unless the driver hangs
 _LAST_LINES = 40  # of a log, which are searched for an error
 _FIRST_SHELL_STEP = 0xFFFFFFF0  # SLURM's numbers of steps that are a shell or a script begin here
 
@@ -388,12 +389,21 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
     """Ask nvidia-smi for the GiB of each NVIDIA GPU that CUDA_VISIBLE_DEVICES lets a process see, without torch.
 
     A GPU or a part of one that is named (GPU-..., MIG-...) counts with the memory of the smallest.
+
+    Raises:
+        UserError: the driver does not answer.
     """
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if (named is not None and not named.strip()) or shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"nvidia-smi has not answered in {_DRIVER_SECONDS:g} seconds: NVIDIA's driver hangs, and a run would, too; restart "
+            'the machine, or set CUDA_VISIBLE_DEVICES="" to run on the CPU'
+        ) from error
     lines = done.stdout.splitlines() if done.returncode == 0 else []
     # "[N/A]" if it is shared with the CPU
     memories = [int(line) / 1024 if line.strip().isdecimal() else 0.0 for line in lines]
