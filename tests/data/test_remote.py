@@ -126,3 +126,13 @@ def test_the_sizes_of_a_server_that_is_gone(server, monkeypatch):
     server.faults["cc/sizes.json"] = ["404"]
     with pytest.raises(UserError, match="4 remote shards of source 'cc' have no size"):
         parse_sources(on_server(server))
+
+
+@pytest.mark.parametrize("sizes", ["", "@{}/cc/sizes.json"])
+def test_packed_shards_of_a_server_show_one_caption_as_those_on_disk(server, sizes):
+    data = on_server(server) + sizes.format(server.folder)
+    assert [parse_sources(each)[0].captions for each in (data, on_disk(server))] == [None, None]
+    (server.folder / "cc/manifest.json").write_text('{"made_from": {}}')
+    packed = [parse_sources(each)[0].captions for each in (data, on_disk(server))]
+    assert packed == ["one-per-epoch"] * 2
+    assert parse_sources(data, captions="joined")[0].captions == "joined"

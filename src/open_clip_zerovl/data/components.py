@@ -22,6 +22,7 @@ The sizes of shards stand in the `sizes.json` of each shard's own folder; those 
 from __future__ import annotations
 
 import glob
+import json
 import logging
 import os
 import re
@@ -34,7 +35,13 @@ import braceexpand
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.splits import SPLITS
 from open_clip_zerovl.shards.fetch import RetryPolicy, ShardCache, Unreachable
-from open_clip_zerovl.shards.files import RETRIEVAL_MARK, SIZES_FILE, parse_sizes, read_sizes
+from open_clip_zerovl.shards.files import (
+    MANIFEST_FILE,
+    RETRIEVAL_MARK,
+    SIZES_FILE,
+    parse_sizes,
+    read_sizes,
+)
 from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path, matching_urls
 
 EXTENSIONS = (".csv", ".tsv")  # of tables
@@ -187,7 +194,7 @@ def listed_sizes(
     tables: dict[str, dict[str, int]] = {}
     known: dict[str, int] = {}
     for shard in shards:
-        name, place = _name_and_place(shard)
+        name, place = _name_and_place(shard, SIZES_FILE)
         place = file if file is not None else place
         if place is None:
             continue
@@ -198,18 +205,36 @@ def listed_sizes(
     return known
 
 
-def _name_and_place(shard: str) -> tuple[str, str | None]:
-    """Return the file name of a shard, and the path or URL of the `sizes.json` in its folder, None for a command's output."""
+def is_packed(shard: str, file: str | None = None, cache: ShardCache | None = None) -> bool:
+    """Return whether `zerovl data pack` wrote a shard, by the manifest in its folder, which may have been copied alone.
+
+    Args:
+        file, cache: as for `listed_sizes`; the manifest is looked for beside the file.
+
+    Raises:
+        UserError: a server that does not answer.
+    """
+    _, place = _name_and_place(file or shard, MANIFEST_FILE)
+    if place is None:
+        return False
+    try:
+        return "made_from" in json.loads(_bytes_of(place, cache or ShardCache()))
+    except (Unreachable, OSError, ValueError, TypeError):  # no manifest, or another program's
+        return False
+
+
+def _name_and_place(shard: str, file: str) -> tuple[str, str | None]:
+    """Return the file name of a shard, and the path or URL of a file in its folder, None for a command's output."""
     if is_command(shard):
         names = set(re.findall(r"[^\s/'\"]+\.(?:tar|tgz)\b[\w.]*", shard))
         return names.pop() if len(names) == 1 else shard, None
     path = local_path(shard)
     if path is not None:
-        return os.path.basename(path), os.path.join(os.path.dirname(path), SIZES_FILE)
+        return os.path.basename(path), os.path.join(os.path.dirname(path), file)
     match = _TAR.search(shard)
     if match is None:
-        return os.path.basename(shard), os.path.join(os.path.dirname(shard), SIZES_FILE)
-    return match["name"], shard[: match.start()] + SIZES_FILE + (match["query"] or "")
+        return os.path.basename(shard), os.path.join(os.path.dirname(shard), file)
+    return match["name"], shard[: match.start()] + file + (match["query"] or "")
 
 
 def _read(place: str, cache: ShardCache) -> dict[str, int]:
@@ -217,12 +242,29 @@ def _read(place: str, cache: ShardCache) -> dict[str, int]:
     if path is not None and os.path.basename(path) == SIZES_FILE:
         return read_sizes(os.path.dirname(path) or ".") or {}
     try:
-        with cache.borrowed(place, RetryPolicy()) as path:
-            return parse_sizes(Path(path).read_bytes(), place)
+        return parse_sizes(_bytes_of(place, cache), place)
+    except Unreachable as error:
+        logging.warning(f"{place} cannot be read ({error}).")
+        return {}
+
+
+def _bytes_of(place: str, cache: ShardCache) -> bytes:
+    """Read a small file beside shards, of this machine or a server.
+
+    Raises:
+        Unreachable: its server says that there is none.
+        UserError: its server does not answer.
+        OSError: it cannot be read.
+    """
+    path = local_path(place)
+    if path is not None:
+        return Path(path).read_bytes()
+    try:
+        with cache.borrowed(place, RetryPolicy()) as fetched:
+            return Path(fetched).read_bytes()
     except Unreachable as error:
         if error.passing:
             raise UserError(
                 f"{place} could not be fetched ({error}); check the host, or name a local copy (SHARDS@/path/{SIZES_FILE})"
             ) from error
-        logging.warning(f"{place} cannot be read ({error}).")
-        return {}
+        raise

@@ -18,12 +18,10 @@ path is not. A remote shard counts by its address.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +32,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import digest_of, file_digests
 from open_clip_zerovl.data.components import (
     expand_shards,
+    is_packed,
     kind_of,
     listed_sizes,
     pack_file,
@@ -51,7 +50,7 @@ from open_clip_zerovl.data.names import (
 )
 from open_clip_zerovl.data.splits import require_training, require_training_samples, shards_of_split
 from open_clip_zerovl.shards.fetch import ShardCache
-from open_clip_zerovl.shards.files import MANIFEST_FILE, SHARD_COUNT, open_index
+from open_clip_zerovl.shards.files import SHARD_COUNT, open_index
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.tar import BYTES_BEHIND, ShardError, locate_samples
 from open_clip_zerovl.shards.urls import REMOTE, check_openable, local_path, shard_digests
@@ -107,14 +106,6 @@ class Source:
     def pack_file(self) -> Path | None:
         """Return the `pack.json` of the packed folder of its first shard, None for shards of other programs."""
         return self.folder and pack_file(self.folder)
-
-    @property
-    def packed(self) -> bool:
-        """Return whether `zerovl data pack` wrote its shards, of which a folder may have been copied alone."""
-        with suppress(OSError, ValueError, TypeError):  # no manifest, or another program's
-            manifest = json.loads(Path(self.folder or "", MANIFEST_FILE).read_bytes())
-            return self.folder is not None and "made_from" in manifest
-        return False
 
     @property
     def layout(self) -> str:
@@ -361,8 +352,10 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         raise UserError(
             f"source {name!r} holds no samples in its {len(shards)} shards; check the shards"
         )
-    source = Source(name, shards, sizes, captions=how.captions)
-    return replace(source, captions=PER_EPOCH) if how.captions is None and source.packed else source
+    captions = how.captions
+    if captions is None and is_packed(shards[0], sizes_file, how.cache):
+        captions = PER_EPOCH
+    return Source(name, shards, sizes, captions=captions)
 
 
 def _parse_weights(weights: str | None, members: Mapping[str, Sequence[str]]) -> dict[str, float]:
