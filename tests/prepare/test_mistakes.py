@@ -274,7 +274,11 @@ MISTAKES: dict[
     ),
     "pictures alone": (
         lambda folder: classes(folder) / "hat",
-        r"has 4 pictures and no captions: .* write the caption of 0.png into 0.txt, give a table .*CLASS/PICTURE",
+        r"has 4 pictures and no captions: .* give a table .* write the caption of 0.png into 0.txt, or .*CLASS/PICTURE",
+    ),
+    "a table under a text's name": (
+        lambda folder: table(folder, "image,caption\n0.png,x\n", "captions.txt").parent,
+        r"has 6 pictures and no captions: .* give /.*/captions.txt \(with --pictures-in",
     ),
     "a picture beside classes": (uneven_classes, r"has 6 pictures and no captions"),
     "uneven classes": (

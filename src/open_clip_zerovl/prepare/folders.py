@@ -119,10 +119,12 @@ class FolderReader(SampleReader):
         self.files = list(map(Path, sorted(self.texts)))
         if not self.texts:
             first = self.picture_names[0]
+            table = min(here, default="a table of pictures and captions")
             raise UserError(
-                f"{path} has {len(self.pictures)} pictures and no captions: no text file has the name of a picture; write the "
-                f"caption of {first} into {os.path.splitext(first)[0]}.txt, give a table of pictures and captions, or sort the "
-                "pictures into folders of classes, CLASS/PICTURE or SOURCE/CLASS/PICTURE"
+                f"{path} has {len(self.pictures)} pictures and no captions: no text file has the name of a picture; give "
+                f"{table} (with --pictures-in for names in another folder), write the caption of {first} into "
+                f"{os.path.splitext(first)[0]}.txt, or sort the pictures into folders of classes, CLASS/PICTURE or "
+                "SOURCE/CLASS/PICTURE"
             )
         tables = sorted(text for text in self.texts if text.endswith(".json"))
         objects: list[bytes] = []
