@@ -5,6 +5,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Else each test worker and each program that a test starts compiles all modules again; `make clean` removes what is written.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo notebook test test-all gpu recipes check format docs dist dist-check clean
 

@@ -44,14 +44,22 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list) -> None:
+    """In the controller: one warm Python for all workers, which run by it themselves."""
+    for spec in specs:
+        spec.python = warm.python()
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node) -> None:
-    """In the controller: one warm Python for all workers."""
     node.workerinput["warm_python"] = warm.python()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         warm.share(config.workerinput["warm_python"])
+        # A torchrun that a test starts by `sys.executable` has ranks of it.
+        os.environ.pop("PYTHON_EXEC", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

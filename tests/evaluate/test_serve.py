@@ -8,6 +8,7 @@ import re
 import shutil
 import urllib.error
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,13 @@ from PIL import Image
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.evaluate.search import Searcher
+from open_clip_zerovl.evaluate.search import BEST, WORDS, Searcher, build_app, launch
 from support.tiny_clip import picture
 
-pytest.importorskip("gradio", reason="gradio is not installed here (pip install '.[app]')")
-from open_clip_zerovl.evaluate.search import BEST, WORDS, build_app, launch
-
+# Not imported here: gradio takes seconds, in every worker of pytest-xdist.
+pytestmark = pytest.mark.skipif(
+    find_spec("gradio") is None, reason="gradio is not installed here (pip install '.[app]')"
+)
 ODD = "<b>odd & name<b>.png"
 
 
