@@ -136,3 +136,11 @@ def test_packed_shards_of_a_server_show_one_caption_as_those_on_disk(server, siz
     packed = [parse_sources(each)[0].captions for each in (data, on_disk(server))]
     assert packed == ["one-per-epoch"] * 2
     assert parse_sources(data, captions="joined")[0].captions == "joined"
+
+
+def test_a_manifest_that_does_not_come_is_not_taken_for_none(server, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    (server.folder / "cc/manifest.json").write_text('{"made_from": {}}')
+    server.faults["cc/manifest.json"] = ["503"] * 9
+    with pytest.raises(UserError, match=r"manifest.json could not be fetched .*503"):
+        parse_sources(on_server(server))

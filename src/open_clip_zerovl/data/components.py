@@ -219,6 +219,8 @@ def is_packed(shard: str, file: str | None = None, cache: ShardCache | None = No
         return False
     try:
         return "made_from" in json.loads(_bytes_of(place, cache or ShardCache()))
+    except UserError:  # a ValueError, too
+        raise
     except (Unreachable, OSError, ValueError, TypeError):  # no manifest, or another program's
         return False
 
