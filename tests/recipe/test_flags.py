@@ -216,6 +216,11 @@ def test_a_switch_for_a_value_is_an_entry_of_its_flag():
     """finetune's own --sampling stood beside the given --debiased-sampling."""
     assert settings_of(["--debiased-sampling"]) == {"sampling": "debiased"}
     assert parse_settings(["debiased-sampling", "lr="]) == {"sampling": "debiased", "lr": None}
+    for text in (
+        "debiased-sampling=false",
+        "debiased-sampling=",
+    ):  # the first is refused by argparse
+        assert "sampling" not in parse_settings([text])
 
 
 def test_a_double_dash_before_the_flags_is_passed_over():

@@ -30,7 +30,7 @@ from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.files import write_retrieval_set, write_source
 from open_clip_zerovl.shards.tar import Sample
 from open_clip_zerovl.trial import inputs, running
-from open_clip_zerovl.trial.flags import TrialFlags
+from open_clip_zerovl.trial.flags import TrialFlags, arms
 from support import ROOT
 from support.pairs import picture
 from support.tiny_clip import random_model, write_bert, write_run
@@ -457,6 +457,14 @@ def test_every_set_of_a_flag_is_a_data_argument(made):
         given = {each.name: f"{each.name}=/d" for each in sets}
         arguments = DataArguments.of(request(start=Encoder("x"), data="a=/a", out=made, **given))
         assert sets and {each.option for each in sets} <= arguments.given.keys()
+
+
+def test_a_switch_of_an_arms_file_is_an_entry_of_its_flag(tmp_path):
+    """The training was given the switch beside the --sampling of all arms, and refused both."""
+    content = {"a": {}, "b": {"debiased-sampling": True}, "c": {"debiased-sampling": False}}
+    (tmp_path / "arms.json").write_text(json.dumps(content))
+    read = arms(str(tmp_path / "arms.json"))
+    assert read == {"a": {}, "b": {"sampling": "debiased"}, "c": {"debiased-sampling": None}}
 
 
 def test_arms_of_a_file_are_compared_with_its_first(made, trainings, tmp_path):

@@ -780,7 +780,7 @@ def parse_settings(texts: Sequence[str]) -> Settings:
     for text in texts:
         name, separator, value = text.partition("=")
         settings[name.removeprefix("--")] = value if value or not separator else None
-    return _without_switches(settings)
+    return without_switches(settings)
 
 
 def settings_of(words: Sequence[str]) -> Settings:
@@ -804,13 +804,13 @@ def settings_of(words: Sequence[str]) -> Settings:
         name: shlex.join(parts) if len(parts) > 1 or name in SEVERAL_VALUES else "".join(parts)
         for name, parts in values.items()
     }
-    return _without_switches(settings)
+    return without_switches(settings)
 
 
-def _without_switches(settings: Mapping[str, str | None]) -> Settings:
+def without_switches(settings: Mapping[str, str | None]) -> Settings:
     """Write the value that a switch stands for in place of the switch: a table has one entry for a flag."""
     return dict(
-        SWITCHES.get(name, (name, value)) if value is not None else (name, value)
+        SWITCHES.get(name, (name, value)) if value == "" else (name, value)
         for name, value in settings.items()
     )
 

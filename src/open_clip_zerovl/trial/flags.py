@@ -12,7 +12,7 @@ from typing import Any
 
 from open_clip_zerovl.core.flags import NOT_NEGATIVE, POSITIVE, Range, at_least, flag
 from open_clip_zerovl.finetune.request import SETS
-from open_clip_zerovl.recipe.flags import Settings
+from open_clip_zerovl.recipe.flags import Settings, without_switches
 from open_clip_zerovl.report.verdicts import MARGIN
 
 PLAIN = "plain"
@@ -35,7 +35,7 @@ def arms(text: str) -> Arms:
                 'give {"ARM": {"FLAG": VALUE}, ...}, two arms or more, a VALUE text, a number, true of a switch, or null'
             )
         return {
-            arm: {flag: _setting(value) for flag, value in flags.items()}
+            arm: without_switches({flag: _setting(value) for flag, value in flags.items()})
             for arm, flags in arms.items()
         }
     names = tuple(dict.fromkeys(text.split(",")))

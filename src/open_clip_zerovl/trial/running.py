@@ -315,7 +315,7 @@ class Trial:
     def by_source(self) -> bool:
         """Return whether a batch of some arm comes from one source."""
         return any(
-            "debiased-sampling" in flags or flags.get("sampling") in ("debiased", "sequential")
+            flags.get("sampling") in ("debiased", "sequential")
             for flags in (self._flags(arm, 0.0) for arm in self.arms)
         )
 
