@@ -125,8 +125,15 @@ def test_memory_of_the_visible_gpus(four_gpus, visible, memories):
 def test_a_driver_that_hangs_is_named(four_gpus, tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60")
     monkeypatch.setattr(processes, "_DRIVER_SECONDS", 0.2)
-    with pytest.raises(UserError, match="nvidia-smi has not answered in 0.2 seconds"):
+    ended: list[subprocess.Popen] = []
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="answered in 0.2 seconds"):
+        patch.setattr(
+            subprocess.Popen, "kill", lambda program: ended.append(program)
+        )  # no signal ends it in the driver
         gpu_memories({})
+    assert [program.poll() for program in ended] == [None]  # it is not waited for
+    ended[0].kill()
+    ended[0].wait()
 
 
 def test_without_nvidias_driver_there_is_no_gpu(tmp_path, monkeypatch):

@@ -397,14 +397,16 @@ def gpu_memories(environment: Mapping[str, str] = os.environ) -> list[float]:
     if (named is not None and not named.strip()) or shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    program = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_SECONDS)
+        printed, _ = program.communicate(timeout=_DRIVER_SECONDS)
     except subprocess.TimeoutExpired as error:
+        program.kill()  # not waited for: it ends with its call of the driver, perhaps never
         raise UserError(
             f"nvidia-smi has not answered in {_DRIVER_SECONDS:g} seconds: NVIDIA's driver hangs, and a run would, too; restart "
             'the machine, or set CUDA_VISIBLE_DEVICES="" to run on the CPU'
         ) from error
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    lines = printed.splitlines() if program.returncode == 0 else []
     # "[N/A]" if it is shared with the CPU
     memories = [int(line) / 1024 if line.strip().isdecimal() else 0.0 for line in lines]
     if named is None or not memories:
