@@ -360,6 +360,10 @@ def test_a_store_of_fsspec(cache, monkeypatch):
         assert read(cache, "memory://bucket/0.tar", patient(reasons)) == CONTENT
         with pytest.raises(Unreachable, match="no such file"):
             read(cache, "memory://bucket/1.tar")
+        with monkeypatch.context() as patch:  # a store that tells no version
+            patch.setattr(type(store), "info", lambda *_, **__: {})
+            store.pipe_file("/bucket/2.tar", CONTENT)
+            assert [read(cache, "memory://bucket/2.tar") for _ in range(2)] == [CONTENT] * 2
     finally:
         store.rm("/bucket", recursive=True)
     assert reasons == ["cut off", "cut off", "server sent nothing"]

@@ -28,7 +28,7 @@ from open_clip_zerovl.prepare.inputs import ENDINGS, fetched, form_of, open_inpu
 from open_clip_zerovl.prepare.pack import FORMAT, REPORT_FILE, content_of_input, pack
 from open_clip_zerovl.prepare.rows import Reader, is_address
 from open_clip_zerovl.prepare.settings import Columns, PackSettings, Work
-from open_clip_zerovl.shards.fetch import hold, make_room
+from open_clip_zerovl.shards.fetch import hold, make_room, used_bytes
 from open_clip_zerovl.shards.urls import is_parquet, local_path
 
 MOST_ROWS = 1_000_000  # of an input; it is scanned at each start, which takes about 15 seconds then
@@ -152,8 +152,7 @@ def limit_size(place: Path, say: Say, most_bytes: int = MOST_GIB << 30) -> None:
     """Remove the least recently used folders of a place beyond a size, but none that a process keeps in use."""
     with locked(place, name=".room"):
         folders = [each for each in place.iterdir() if each.is_dir() and each.name[0] != "."]
-        sizes = {each: sum(file.stat().st_size for file in each.rglob("*")) for each in folders}
-        removed = make_room(sizes, most_bytes)
+        removed = make_room({each: used_bytes(each) for each in folders}, most_bytes)
     if removed:
         say(
             f"{place}: removed the {len(removed)} least recently used folders, beyond {most_bytes >> 30} GiB"

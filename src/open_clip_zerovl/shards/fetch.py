@@ -208,7 +208,9 @@ class ShardCache:
             with locked(self.folder, name=".lock"):
                 Path(folder, "room").touch()
                 os.truncate(folder / "room", size)
-                used = {each: _used(each) for each in Path(self.folder).iterdir() if each.is_dir()}
+                used = {
+                    each: used_bytes(each) for each in Path(self.folder).iterdir() if each.is_dir()
+                }
                 total = sum(used.values())
                 most = min(self.limit_bytes, total - size + shutil.disk_usage(folder).free)
                 if total - sum(used[each] for each in make_room(used, most)) <= most:
@@ -223,13 +225,13 @@ class ShardCache:
             time.sleep(0.1)
 
 
-def _used(folder: Path) -> int:
-    """Return the bytes of a shard's files, of one that is being fetched those that it will have."""
+def used_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's files, of a shard that is being fetched those that it will have."""
     sizes: Counter[str] = Counter()
-    for file in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            if file.is_file():
-                sizes[file.name] += file.stat().st_size
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # another process has removed or renamed it
+                sizes[name] += os.stat(os.path.join(place, name)).st_size
     return sizes.total() - min(sizes["part"], sizes["room"])
 
 

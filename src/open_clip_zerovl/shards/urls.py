@@ -196,7 +196,7 @@ def _ask_store(url: str, at: int) -> Answer:
     file.seek(at)
     about = getattr(file, "details", None) or file_system.info(path)
     names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created", "size")
-    version = " ".join(str(about[name]) for name in names if about.get(name) is not None)
+    version = " ".join(str(about[name]) for name in names if about.get(name) is not None) or None
     pieces = iter(lambda: file.read(4 * _BLOCK_BYTES), b"")
     return Answer(pieces, file.close, at, about.get("size"), version)
 
