@@ -46,7 +46,7 @@ from PIL import Image
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli import main as zerovl
-from open_clip_zerovl.core.errors import DEFECT
+from open_clip_zerovl.core.errors import DEFECT, UserError
 from open_clip_zerovl.shards.files import write_source
 from open_clip_zerovl.shards.tar import Sample
 from scripts.program import program
@@ -489,7 +489,13 @@ def soak(
     minutes: A[float, "kill no call after this time"] = 30,
     seed: int = 0,
 ) -> int:
-    """Kill the targets, print the counts, and return the exit status."""
+    """Kill the targets, print the counts, and return the exit status.
+
+    Raises:
+        UserError: an unknown target.
+    """
+    if unknown := {*targets} - {*TARGETS}:
+        raise UserError(f"there is no target {min(unknown)!r}; give some of {', '.join(TARGETS)}")
     # Not a TemporaryDirectory: each fork would remove it at its end.
     home = Path(tempfile.mkdtemp(prefix="soak-"))
     try:

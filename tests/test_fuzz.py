@@ -6,7 +6,9 @@ import pytest
 
 from open_clip_zerovl.core.errors import UserError
 from scripts.fuzz.readers import KINDS
-from scripts.fuzz.run import Failed, Tally, fuzz, outcome_of, prepare
+from scripts.fuzz.run import Failed, Tally, fuzz, outcome_of, prepare, run
+from scripts.program import program
+from scripts.soak import soak
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,6 +31,12 @@ def test_every_file_works_or_ends_in_a_sentence_or_a_bad_sample(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_of_each_kind(kind):
     fuzz(kind, Tally(), examples=3, seconds=20)
+
+
+@pytest.mark.parametrize("function", [run, soak])
+def test_an_unknown_kind_is_refused_by_name(function, capsys):
+    assert program(function, ["tarr"]) == 2
+    assert "'tarr'; give some of t" in capsys.readouterr().err
 
 
 def test_an_error_without_a_sentence_is_a_failure(tmp_path, monkeypatch):

@@ -162,7 +162,13 @@ def run(
     seconds: A[float, "time for each kind of input"] = 30,
     seed: A[int | None, "draw other inputs than the fixed ones"] = None,
 ) -> None:
-    """Draw inputs of each kind, and print the counts of their outcomes as CSV."""
+    """Draw inputs of each kind, and print the counts of their outcomes as CSV.
+
+    Raises:
+        UserError: an unknown kind.
+    """
+    if unknown := {*kinds} - {*KINDS}:
+        raise UserError(f"there is no kind {min(unknown)!r}; give some of {', '.join(KINDS)}")
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="fuzz-home-") as home:
         prepare(Path(home))
