@@ -182,6 +182,7 @@ def test_rotten_headers_end_in_a_sentence_and_training_reads_what_lies_before(tm
 
 def test_check_finds_every_kind_of_fault(tmp_path):
     jpg = b"\xff\xd8\xff" + b"x" * 50 + b"\xff\xd9"
+    noise = {kind: picture(0, kind) for kind in ("JPEG", "PNG")}
     write_shard(
         tmp_path / "00000.tar", [Sample(f"{i}", {"jpg": jpg, "txt": b"fine"}) for i in range(4)]
     )
@@ -195,6 +196,8 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         "g": {"png": png((1, 2, 3)), "txt": b"fine"},
         "h": {"gif": b"GIF89a", "txt": b"fine"},
         "i": {"jpg": picture(0, "JPEG") + b"a phone's own", "txt": b"fine"},
+        "j": {"jpg": noise["JPEG"][:-40], "txt": b"cut in its last lines"},
+        "k": {"png": noise["PNG"][:-80] + noise["PNG"][-12:], "txt": b"whole from outside"},
     }
     write_shard(tmp_path / "00001.tar", [Sample(key, files) for key, files in faulty.items()])
     write_tar(
@@ -202,12 +205,12 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         [("k.jpg", jpg), ("k.txt", b"1"), ("l.jpg", jpg), ("l.txt", b"2"), ("k.jpg", jpg)],
     )
     (tmp_path / "00003.tar").write_bytes((tmp_path / "00000.tar").read_bytes()[:2000])
-    sizes = {"00000.tar": 4, "00001.tar": 9, "00002.tar": 2, "00003.tar": 4, "00009.tar": 1}
+    sizes = {"00000.tar": 4, "00001.tar": 11, "00002.tar": 2, "00003.tar": 4, "00009.tar": 1}
     (tmp_path / "sizes.json").write_text(json.dumps(sizes))
     faults, report = check_shards(tmp_path, progress=False)
     head, *lines, last = report.splitlines()
     assert (
-        head.startswith("16 samples in 5 shards, ") and last == f"{faults} faults." == "12 faults."
+        head.startswith("18 samples in 5 shards, ") and last == f"{faults} faults." == "13 faults."
     )
     broken = [line for line in lines if line.startswith("00003.tar: broken: it is cut off after")]
     assert [line for line in lines if line not in broken] == [
@@ -215,7 +218,7 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         "00001.tar: no picture: 1 (b)",
         "00001.tar: caption is empty: 1 (c)",
         "00001.tar: caption is not UTF-8: 1 (d)",
-        "00001.tar: picture is cut off: 1 (e)",
+        "00001.tar: picture is cut off: 2 (e, j)",
         "00001.tar: picture is not a png: 1 (f)",
         "00002.tar: key comes twice: 1 (k)",
         "00002.tar: no caption: 1 (k)",
@@ -228,6 +231,7 @@ def test_check_finds_every_kind_of_fault(tmp_path):
     assert (
         "00001.tar: picture cannot be decoded (UnidentifiedImageError): 4 (a, c, d, h)" in decoded
     )
+    assert "00001.tar: picture cannot be decoded (OSError): 1 (k)" in decoded
     with pytest.raises(UserError, match="no manifest.json with hashes"):
         check_shards(tmp_path, hashes=True, progress=False)
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from PIL import Image
 from tqdm.auto import tqdm
 
 from open_clip_zerovl.core.errors import UserError, printable
@@ -63,7 +62,7 @@ def _faults(members: Mapping[str, Member], decode: bool) -> Iterator[str]:
                 if not content.startswith(first):
                     yield f"picture is not a {extension}"
                 elif decode or not whole:  # phones write more behind the end of a picture
-                    decoded(content, Image.Image.load)
+                    decoded(content, lambda image: image.load())
         except BadCaption as error:
             yield "caption is empty" if error.reason == EMPTY else "caption is not UTF-8"
         except BadPicture as error:
