@@ -320,7 +320,9 @@ def test_what_transformers_cannot_hold_is_refused(tmp_path, home):
         ("image tower computes something else", {**plain, "pool_type": "avg"}, bert, {}),
         ("ls_1.gamma", {**plain, "ls_init_value": 0.1}, bert, {}),
         ("is not a tensor of a plain block", {**plain, "qk_norm": True}, bert, {}),
-        (".", {**timm, "timm_pool": "avg", "timm_proj": "mlp"}, bert, {}),
+        ("image tower computes something else", {**timm, "timm_pool": "avg"}, bert, {}),
+        ("have other parts", {**timm, "timm_proj": "mlp"}, bert, {}),
+        ("bias", {**timm, "timm_proj_bias": True}, bert, {}),
         *(
             (
                 rf"cannot hold this model: its image tower {kind} is not a plain ViT; the format open_clip",

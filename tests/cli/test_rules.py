@@ -456,7 +456,9 @@ def with_large_text(image: Image.Image) -> bytes:
     return encoded(image, "PNG", pnginfo=about)
 
 
-GREY = {"a 16-bit PNG", "a TIFF of 32-bit integers", "one of 16-bit integers", "grey"}
+GREY = {
+    "a 16-bit PNG", "a TIFF of 32-bit integers", "one that holds 16 bits", "one of 16-bit integers", "grey",
+}  # fmt: skip
 PICTURES = {
     "the control": ("jpg", lambda image: encoded(image, "JPEG", quality=95)),
     "EXIF that is broken": ("jpg", lambda image: encoded(image, "JPEG", exif=b"Exif\0\0MM\0*")),
@@ -470,9 +472,10 @@ PICTURES = {
         for turn in (1, 5, 6)
     },
     "XMP's orientation": ("jpg", with_xmp),
-    "a 16-bit PNG": ("png", lambda image: wide(image, np.uint16, "PNG", 257)),
+    "a 16-bit PNG": ("png", lambda image: wide(image, np.uint16, "PNG", 256)),
     "a TIFF of 32-bit integers": ("tif", lambda image: wide(image, np.int32, "TIFF", 1)),
-    "one of 16-bit integers": ("tiff", lambda image: wide(image, np.uint16, "TIFF", 257)),
+    "one that holds 16 bits": ("tif", lambda image: wide(image, np.int32, "TIFF", 256)),
+    "one of 16-bit integers": ("tiff", lambda image: wide(image, np.uint16, "TIFF", 256)),
     "grey": ("jpg", lambda image: encoded(image.convert("L"), "JPEG", quality=95)),
     "CMYK": ("jpeg", lambda image: encoded(image.convert("CMYK"), "JPEG", quality=95)),
     "a transparent PNG": ("png", transparent),
@@ -483,6 +486,7 @@ PICTURES = {
     "an animated WebP": ("webp", lambda image: animated(image, "WEBP", lossless=True)),
     "an animated PNG": ("png", lambda image: animated(image, "PNG")),
     "a bitmap": ("BMP", lambda image: encoded(image, "BMP")),
+    "a pixmap": ("ppm", lambda image: encoded(image, "PPM")),
 }
 
 

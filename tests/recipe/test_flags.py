@@ -205,7 +205,7 @@ def test_an_image_size_is_read_before_and_after_open_clip_has_changed_it(words, 
     [
         "--force-image-size 16 24 --image-mean 0.5 0.4 0.3 --lr 1e-4 --siglip",
         "--freeze image --freeze text --aug-cfg 'scale=(0.6, 1.0)' use_timm=True",
-        "--aug-cfg 'scale=(0.6, 1.0)' --name 'my run'",
+        "--aug-cfg 'scale=(0.6, 1.0)' --pretrained-image --name 'my run'",
     ],
 )
 def test_a_table_of_flags_makes_the_words_of_which_it_is_made(words):
@@ -221,6 +221,8 @@ def test_a_switch_for_a_value_is_an_entry_of_its_flag():
         "debiased-sampling=",
     ):  # the first is refused by argparse
         assert "sampling" not in parse_settings([text])
+    with pytest.raises(UserError, match="unexpected argument '1e-4'; training flags begin with --"):
+        settings_of(["1e-4"])
 
 
 def test_a_double_dash_before_the_flags_is_passed_over():

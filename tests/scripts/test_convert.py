@@ -121,6 +121,7 @@ def test_a_released_checkpoint_gives_the_same_embeddings_in_stock_open_clip(
     torch.testing.assert_close(image, expected_image, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(text, expected_text, rtol=0, atol=TOLERANCE)
     assert model.logit_scale.exp().item() == pytest.approx(1 / TEMPERATURE, rel=1e-6)
+    assert "interpolated" not in (folder / "README.md").read_text()
     cfg = model.visual.preprocess_cfg
     assert (list(cfg["mean"]), list(cfg["std"])) == ([0.5] * 3, [0.5] * 3)
     assert model.visual.image_size in (image_size_px, (image_size_px, image_size_px))
