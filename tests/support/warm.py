@@ -1,6 +1,6 @@
 """A Python that starts in no time: tests run programs by it as by `sys.executable`, in processes of their own.
 
-Most of a short program's time is the import of torch, torchvision, timm, transformers and open_clip. A server imports them once
+Most of a short program's time is the import of torch, transformers, open_clip and matplotlib. A server imports them once
 (`IMPORTED`; nothing of this project), when the first program comes, and forks for each program. All workers of pytest-xdist
 have the controller's server (`share`, called by tests/conftest.py). `python()` is the path of a stub for `sys.executable`:
 
@@ -30,6 +30,7 @@ from typing import Any
 
 IMPORTED = (
     "torch", "torch.distributed.run", "torchvision", "timm", "transformers", "open_clip", "open_clip_train.main", "pandas",
+    "matplotlib.figure", "matplotlib.backends.backend_agg",
 )  # fmt: skip
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
