@@ -183,9 +183,12 @@ def batch_table(records: Sequence[Record], protocol: dict[str, Any]) -> str:
 
     An arm is a row once its best rate lies inside its grid.
     """
+    settings = protocol["batch"]["arms"]
     arms = [
         arm
-        for arm in protocol["batch"]["arms"]
+        for arm in sorted(
+            settings, key=lambda arm: (settings[arm].get("longer", 1), settings[arm]["batch"])
+        )
         if (scores := mean_scores(records, "validation", arm=arm))
         and next_rate(scores, protocol["ladder"]) is None
     ]

@@ -321,7 +321,7 @@ def test_the_readme_and_the_first_screen_say_what_the_rows_decide():
     for estimate, sentence in (
         (
             larger,
-            "batch 256 over 16, same samples, each at its best learning rate | {:+.1f} ({:+.1f} to {:+.1f}) |",
+            "batch 256 over 16, same samples, each at its best rate | {:+.1f} ({:+.1f} to {:+.1f}) |",
         ),
         (clean, "the paper's mixture, clean photographs | {:+.1f} ({:+.1f} to {:+.1f}) |"),
     ):
@@ -365,6 +365,39 @@ def test_the_readme_and_the_first_screen_say_what_the_rows_decide():
     assert sum(estimate.high < 0 for estimate in content) == 2
     null = [rows["split"].estimate(measure) for measure in ("clean", "pool")]
     assert all(abs(edge) < PROTOCOL["margin"] for each in null for edge in each[1:3])
+
+
+def test_what_the_last_stages_decide_is_said():
+    """Batches against 16 in few steps, and A.5's mixture at each rate of its grid."""
+    settings = PROTOCOL | PROTOCOL["stages"]
+    (row,) = study_report.mixture_rows(study.read_records("stages-debiased"), settings)
+    batches = study.read_records("stages-batch")
+    best = {
+        arm: study_report.of_arm(batches, arm=arm, rate=study_report.best_rate(batches, arm))
+        for arm in ("16", "64", "256")
+    }
+    smaller, larger = (
+        study_report.difference(best[arm], best["16"], "clean") for arm in ("64", "256")
+    )
+    readme, page = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        for name in ("README.md", "docs/results.md")
+    )
+    steps = best["256"][0]["steps"]
+    assert smaller.low > PROTOCOL["margin"] and larger.high < 0
+    said = f"In {steps} steps from pretrained weights 256 loses {-larger.mean:.1f}, and 64 gains {smaller.mean:.1f}."
+    assert said in page
+    shown = "last stages, {} steps, five seeds | {:+.1f} ({:+.1f} to {:+.1f}) |"
+    assert shown.format(steps, *larger[:3]) in readme
+    at = "At {:g} the differences are {:+.1f} and {:+.1f} points, at {:g} {:+.1f} and {:+.1f}."
+    first, _, last = row.rates
+    numbers = [
+        (rate, *(row.estimate(measure, rate).mean for measure in ("clean", "pool")))
+        for rate in (first, last)
+    ]
+    assert at.format(*numbers[0], *numbers[1]) in page
+    clean = row.estimate("clean")
+    assert clean.low > 0 and f"{clean.mean:.1f} with the image tower's last stages" in page
 
 
 def test_the_split_does_not_depend_on_the_order_of_the_names():
