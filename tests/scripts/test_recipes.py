@@ -111,6 +111,7 @@ def test_the_table_covers_the_papers_tables_and_each_recipe_says_what_it_is():
         assert recipe.result in text and f"{recipe.effective_batch:,}" in text
         target = re.search(r"make (\S+) DATA=DIR", text)
         assert target is not None and find_recipe(target[1]) == name
+    assert described("train-14m") in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     listed = recipes("--list").stdout.splitlines()
     assert [line.split()[0] for line in listed] == list(RECIPES)
 
