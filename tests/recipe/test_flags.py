@@ -216,6 +216,8 @@ def test_a_switch_for_a_value_is_an_entry_of_its_flag():
     """finetune's own --sampling stood beside the given --debiased-sampling."""
     assert settings_of(["--debiased-sampling"]) == {"sampling": "debiased"}
     assert parse_settings(["debiased-sampling", "lr="]) == {"sampling": "debiased", "lr": None}
+    both = {"debiased-sampling": "", "sampling": "random"}  # which argparse refuses
+    assert settings_of(as_arguments(both)) == both
     for text in (
         "debiased-sampling=false",
         "debiased-sampling=",

@@ -808,9 +808,14 @@ def settings_of(words: Sequence[str]) -> Settings:
 
 
 def without_switches(settings: Mapping[str, str | None]) -> Settings:
-    """Write the value that a switch stands for in place of the switch: a table has one entry for a flag."""
+    """Write the value that a switch stands for in place of the switch: a table has one entry for a flag.
+
+    A switch beside its flag stays, and both are refused by argparse.
+    """
     return dict(
-        SWITCHES.get(name, (name, value)) if value == "" else (name, value)
+        SWITCHES[name]
+        if value == "" and name in SWITCHES and SWITCHES[name][0] not in settings
+        else (name, value)
         for name, value in settings.items()
     )
 
