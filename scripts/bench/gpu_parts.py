@@ -404,7 +404,8 @@ def loss_values(pairs: int) -> dict[str, float | None]:
             each(*leaves, scale).backward()
 
         values[f"{name}seconds"] = median_seconds(once, rounds=1, warm_up=1)
-        values[f"{name}peak_gib"] = (peak_gib() or held) - held
+        peak = peak_gib()
+        values[f"{name}peak_gib"] = None if peak is None else peak - held
     return values
 
 

@@ -468,7 +468,7 @@ def test_a_switch_of_an_arms_file_is_an_entry_of_its_flag(tmp_path):
 
 
 def test_arms_of_a_file_are_compared_with_its_first(made, trainings, tmp_path):
-    hot = {"dga-steps": 2, "temperature": 0.05, "coin-flip-mixup": True, "siglip": False}
+    hot = {"dga-steps": 2.0, "temperature": 0.05, "coin-flip-mixup": True, "siglip": False}
     arms = {"small": {}, "hot": {**hot, "freeze-norm-statistics": None}}
     (tmp_path / "arms.json").write_text(json.dumps(arms))
     main(words(made, tmp_path / "out", "--arms", str(tmp_path / "arms.json"), "--seeds", "2"))

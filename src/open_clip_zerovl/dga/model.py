@@ -297,9 +297,8 @@ def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
 def shared_casts() -> Iterator[None]:
     """Keep autocast's copies of weights from one forward pass to the next.
 
-    Only for passes without graph.
-
-    In a pass with graph a cast is part of the graph, and gradient checkpointing casts again in the backward pass.
+    For passes without graph. In a pass with graph a cast is part of the graph, and gradient checkpointing casts again in the
+    backward pass: it begins without copies.
     """
     torch.autocast_increment_nesting()
     try:
