@@ -35,7 +35,7 @@ demo: $(STAMP) ## train on four emoji sources with debiased and random sampling,
 notebook: $(STAMP) ## execute docs/first_hour.ipynb as a reader does, and keep its outputs (3 to 5 minutes)
 	TQDM_DISABLE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/python -m scripts.notebook
 
-test: $(STAMP) ## run the tests (7 minutes on 2 cores; OPEN_CLIP_SOURCE=DIR: on a checkout of open_clip)
+test: $(STAMP) ## run the tests (4 minutes on 2 cores; OPEN_CLIP_SOURCE=DIR: on a checkout of open_clip)
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-all: $(STAMP) ## run the slow tests too (long kills, full runs)
