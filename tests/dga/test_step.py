@@ -197,7 +197,8 @@ def test_a_compiled_step_is_the_eager_one(frozen, fullgraph):
         traced.append(graphs.traced)
     assert traced[0] == traced[1]
     _, redrawn = accumulated(compiled, ContrastiveLoss(), micro_batches, replay_rng=False)
-    assert error(redrawn, wanted) > 0.1
+    draws_masks = frozen != "image"  # the text tower has no dropout
+    assert (error(redrawn, wanted) > 0.1) == draws_masks
 
 
 def other_masks(module, inputs):
