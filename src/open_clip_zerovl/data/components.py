@@ -218,10 +218,12 @@ def is_packed(shard: str, file: str | None = None, cache: ShardCache | None = No
     if place is None:
         return False
     try:
-        return "made_from" in json.loads(_bytes_of(place, cache or ShardCache()))
-    except UserError:  # a ValueError, too
-        raise
-    except (Unreachable, OSError, ValueError, TypeError):  # no manifest, or another program's
+        manifest = _bytes_of(place, cache or ShardCache())
+    except (Unreachable, OSError):  # there is none
+        return False
+    try:
+        return "made_from" in json.loads(manifest)
+    except (ValueError, TypeError):  # another program's
         return False
 
 
