@@ -58,10 +58,9 @@ def _setting(value: Any) -> str | None:
     """Write a value of an arms' file as a training flag's, None for a flag that the arm leaves out."""
     if value is None or isinstance(value, bool):
         return "" if value else None
-    is_whole = (
-        isinstance(value, float) and value.is_integer()
-    )  # 2.0, which no flag for a number of steps takes
-    return str(int(value) if is_whole else value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 2.0, which no flag for a number of steps takes
+    return str(value)
 
 
 def rates(text: str) -> tuple[float, ...]:
