@@ -3,9 +3,7 @@
 A byte-order mark names the encoding, without one it is UTF-8. A file has a caption a line; within a caption white space of any
 kind, also a quoted line break, is one blank. What follows 4,096 characters is cut off.
 
-Annotation files are read as they are published, plain, gzipped, or in a zip or tar, as streams, so that nothing is unpacked.
-`json_array` reads the elements of a long JSON array one at a time. (ijson, the library for this, keeps the path to each element
-as a text: a file of 100,000 brackets took all memory. Python's own decoder is faster, too.)
+Annotation files are read as they are published, plain, gzipped, or in a zip or tar, so that nothing is unpacked.
 """
 
 from __future__ import annotations
@@ -55,11 +53,6 @@ BROKEN_ARCHIVE = (
     zlib.error,
     lzma.LZMAError,
 )
-
-_DECODER = json.JSONDecoder()
-_PIECE_BYTES = 1 << 20  # of JSON that are read at a time
-#: Characters that no element of an annotation file has. So a file that is broken near its start is not read to its end.
-_LONGEST_ELEMENT = 64 << 20
 
 
 class Fault(Exception):
@@ -200,93 +193,20 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
             ) from error
 
 
-def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> Iterator[Any]:
-    """Yield the elements of a JSON document that is an array, or of the array under a key of its outermost object.
-
-    Memory is bounded by the longest element, of this array or of another one, and by the values of other keys.
+def json_array(stream: IO[bytes], name: str, *, key: str | None = None) -> list[Any]:
+    """Read a JSON document that is an array, or the array under a key of its outermost object.
 
     Args:
-        stream: the document, UTF-8.
-        name: its name in messages.
+        name: the document's name in messages.
         key: the key of the outermost object; None if the document itself is the array.
 
     Raises:
         UserError: the document is not JSON, ends early, is of another form, or lacks the key.
     """
-    text = _JsonText(stream, name)
-    if key is not None:
-        text.take("{", "an object")
-        while text.value() != key:
-            text.take(":", "an object")
-            if text.next() == "[":
-                for _ in text.elements():
-                    pass
-            else:
-                text.value()
-            text.take(",", f"the key {key!r}")
-        text.take(":", "an object")
-    yield from text.elements()
-
-
-class _JsonText:
-    """The text of a JSON document, of which no more is in memory than a value needs."""
-
-    def __init__(self, stream: IO[bytes], name: str) -> None:
-        self._stream, self._name = stream, name
-        self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text, self._at, self._before = "", 0, 0
-
-    def next(self) -> str:
-        """Return the next character that is not white space without consuming it, "" at the end."""
-        while True:
-            while self._text[self._at : self._at + 1] in (" ", "\t", "\r", "\n"):
-                self._at += 1
-            if self._at < len(self._text) or not self._read_on():
-                return self._text[self._at : self._at + 1]
-
-    def take(self, character: str, what: str) -> None:
-        """Consume a character. UserError if another one comes."""
-        if self.next() != character:
-            raise self._broken(f"expected {what}, found {self._text[self._at : self._at + 20]!r}")
-        self._at += 1
-
-    def elements(self) -> Iterator[Any]:
-        """Yield the elements of an array."""
-        self.take("[", "a list")
-        while self.next() != "]":
-            yield self.value()
-            if self.next() != "]":
-                self.take(",", "a comma or the list's end")
-        self._at += 1
-
-    def value(self) -> Any:
-        """Read the next whole value. The text is doubled where it ends within, so that a long value is parsed few times."""
-        self.next()
-        while True:
-            length = len(self._text) - self._at
-            try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
-                # a number at the end of the text may have more digits
-                if end < len(self._text) or not self._read_on(length):
-                    self._at = end
-                    return value
-            except json.JSONDecodeError as error:
-                if length > _LONGEST_ELEMENT or not self._read_on(length):
-                    raise self._broken(error.msg) from error
-
-    def _read_on(self, at_least: int = 0) -> bool:
-        """Read more text, and return whether there was any."""
-        content = self._stream.read(max(_PIECE_BYTES, at_least))
-        try:
-            text = self._utf8.decode(content, final=not content)
-        except UnicodeDecodeError as error:
-            raise self._broken(str(error)) from error
-        if content:
-            self._before += self._at
-            self._text, self._at = self._text[self._at :] + text, 0
-        return bool(content)
-
-    def _broken(self, why: str) -> UserError:
-        return UserError(
-            f"{self._name} cannot be read near character {self._before + self._at} ({why}): give the official file, whole."
-        )
+    with reading(name, "give the official file, whole"):
+        array = json.load(stream)
+        if key is not None:
+            array = array[key]
+        if not isinstance(array, list):
+            raise ValueError("expected a list")
+    return array
