@@ -409,7 +409,7 @@ def test_links_and_files_of_macos(tmp_path, caplog):
         (f"p/{n}", ["png", "txt"]) for n in range(4)
     ]
     assert [one.captions for one in samples] == [["a dog"]] * 3 + [[]]
-    assert "a symbolic link whose bytes cannot be read" in caplog.text
+    assert "a link or a sparse file whose bytes cannot be read" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------- upright 8-bit RGB pictures

@@ -7,7 +7,6 @@ import gzip
 import json
 import logging
 import os
-import signal
 import struct
 import subprocess
 import tarfile
@@ -127,13 +126,6 @@ def compress(shard: Path, share: float = 1) -> None:
     shard.write_bytes(data[: int(len(data) * share)])
 
 
-def repeat_key(shard: Path) -> None:
-    members = good_members()
-    write_tar(
-        shard, [*members[: 2 * BAD], *members[2 * (BAD - 1) : 2 * BAD], *members[2 * BAD : -2]]
-    )
-
-
 def sizes_as(count: int) -> Callable[[Path], None]:
     def write(shard: Path) -> None:
         (shard.parent / "sizes.json").write_text(json.dumps({"0.tar": count, "1.tar": SIZE}))
@@ -158,11 +150,6 @@ def long_names(shard: Path) -> None:
     write_tar(shard, [(f"{folder}/{name}", content) for name, content in good_members()])
 
 
-def become_folder(shard: Path) -> None:
-    shard.unlink()
-    shard.mkdir()
-
-
 # One shard of two: name -> (what happens to it, {reason: samples lost})
 SHARDS: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
     "a tar truncated within a picture": (
@@ -181,12 +168,10 @@ SHARDS: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
         {"unreadable shard": SIZE},
     ),
     "a vanished shard": (lambda shard: shard.unlink(), {"unreadable shard": SIZE}),
-    "a folder for a tar": (become_folder, {"unreadable shard": SIZE}),
     "a truncated gzip": (lambda shard: compress(shard, 0.5), {"truncated shard": -1}),
     "a gzipped tar": (compress, {}),
     "fewer samples than counted": (sizes_as(SIZE + 4), {"short shard": 4}),
     "more samples than counted": (sizes_as(SIZE - 4), {}),
-    "the same key twice": (repeat_key, {}),
     "metadata, folders and links": (extra_members, {}),
     "long and foreign names": (long_names, {}),
 }
@@ -246,9 +231,8 @@ def test_a_rotten_sample(tmp_path, kind):
             BAD
         }  # each of the other samples once, and one of them again
         strict = loader_of(sources, on_bad_sample="fail")
-        with pytest.raises(UserError, match=f"sample '000{BAD}' in .*0.tar .source 's'.") as raised:
+        with pytest.raises(UserError, match=f"sample '000{BAD}' in .*0.tar .source 's'."):
             list(strict)
-        assert "\n" not in str(raised.value)
 
 
 @pytest.mark.timeout(60)
@@ -277,8 +261,6 @@ def test_a_rotten_shard(tmp_path, kind, caplog):
             UserError, match=r"shard .*0.tar of source 's' (cannot be read|was counted)"
         ):
             list(loader_of(sources, on_bad_sample="fail"))
-    elif kind == "the same key twice":
-        assert len(seen) == 2 * SIZE and seen.count(BAD - 1) == 2
     elif kind == "more samples than counted":
         assert "was counted with 8 samples and holds more" in caplog.text
     else:
@@ -323,29 +305,6 @@ def test_a_stalled_pipe_ends_with_a_sentence(workers, tmp_path, monkeypatch):
     ):
         list(loader)
     assert time.monotonic() - begin < 40
-
-
-@pytest.mark.timeout(60)
-def test_a_killed_worker_ends_with_a_sentence(tmp_path):
-    """The moment decides which code receives the signal; both give the same sentence."""
-    loader = loader_of(parse_sources(f"s={write_source(tmp_path / 's', 0, 200, 50)}"), workers=1)
-    with pytest.raises((UserError, RuntimeError)) as raised:
-        for _ in loader:
-            pid = loader.mixture.activity[0].get()[0]
-            os.kill(pid, signal.SIGKILL)
-            time.sleep(0.5)
-    error = raised.value
-    sentence = str(error) if isinstance(error, UserError) else loader.explain(error)
-    assert (
-        sentence is not None
-        and "loader worker 0 of rank 0 was lost while reading shard" in sentence
-    )
-    assert loader.explain(RuntimeError("CUDA out of memory")) is None
-    of_writer = RuntimeError(
-        "unexpected pos 272000 vs 271888"
-    )  # torch's, if the worker was lost while a checkpoint was written
-    of_writer.__context__ = RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
-    assert "of rank 0 was lost" in loader.explain(of_writer)
 
 
 ENDS_BY_AN_EXCEPTION = """

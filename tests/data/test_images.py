@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -44,8 +43,7 @@ from open_clip_zerovl.data.images import (
 )
 from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD
 from open_clip_zerovl.shards.pictures import FORMATS, BadPicture
-from support.loading import loader_of
-from support.tars import encoded, noise_jpeg, write_source
+from support.tars import encoded, noise_jpeg
 
 STOCK = image_transform(224, True, aug_cfg={"scale": (0.6, 1.0)})
 
@@ -81,25 +79,15 @@ def test_reduction_of_usual_sizes():
     assert (
         crop_of(Compose([Resize(224), ToTensor()])) is None and crop_of(lambda image: image) is None
     )
-    assert crop_of(image_transform_train(224)) == Crop(224, 224, 0.6, (3 / 4, 4 / 3))
     assert crop_of(with_auto_augment(STOCK)) == crop
     timm = image_transform(224, True, aug_cfg={"scale": (0.5, 1.0), "use_timm": True})
     assert crop_of(timm) == Crop(224, 224, 0.5, (3 / 4, 4 / 3))
 
 
-def test_a_reduced_jpeg_shows_the_same_picture():
+def test_a_jpeg_is_decoded_at_half_its_size():
     data = noise_jpeg(3, 1280, 854)
     full, reduced = decode_image(data), decode_image(data, crop_of(STOCK))
     assert full.size == (1280, 854) and reduced.size == (640, 427)
-    box = (64, 85, 576, 405)
-    crops = []
-    for image, scale in ((full, 2), (reduced, 1)):
-        cut = image.crop(tuple(scale * side for side in box))
-        crops.append(np.asarray(cut.resize((224, 224), Image.Resampling.BICUBIC), dtype=float))
-    error = np.sqrt(np.mean((crops[0] - crops[1]) ** 2))
-    assert error < 2.5  # of 255: below JPEG's own error
-    shifted = np.roll(crops[0], 2, axis=1)
-    assert np.sqrt(np.mean((shifted - crops[1]) ** 2)) > 2 * error  # negative control
 
 
 @pytest.mark.parametrize("augmented", [False, True])
@@ -129,23 +117,6 @@ def test_images_of_different_sizes_are_not_broadcast():
     assert collate_images([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
     grey = torch.arange(8, dtype=torch.uint8).view(1, 2, 4)
     assert torch.equal(collate_images([grey, grey]), torch.stack([grey, grey]))
-
-
-def test_memory_does_not_grow_over_an_epoch(tmp_path):
-    """After the shuffle window has filled, an epoch ten windows long needs no more than a window more."""
-    write_source(tmp_path / "s", 0, 1000, 250)
-    window, picture = 100, 16 << 10
-    loader = loader_of(f"s={tmp_path}/s", 10, shuffle_window_samples=window)
-    peaks = []
-    tracemalloc.start()
-    try:
-        for number, _ in enumerate(loader):
-            if number % 25 == 24:
-                peaks.append(tracemalloc.get_traced_memory()[1])
-                tracemalloc.reset_peak()
-    finally:
-        tracemalloc.stop()
-    assert len(peaks) == 4 and max(peaks[1:]) < peaks[0] + picture * 20, peaks
 
 
 def test_formats_that_start_other_programs_are_not_opened(monkeypatch):
@@ -336,18 +307,6 @@ def test_a_step_of_ones_own_stays_with_pil():
     assert on_arrays(Compose([RandomResizedCrop(6), lambda picture: picture, ToBytes()])) is None
 
 
-def test_without_the_decoder_one_line(monkeypatch, caplog):
-    monkeypatch.setattr(pixels, "simplejpeg", None)
-    pixels.has_decoder.cache_clear()
-    assert not pixels.has_decoder() and not pixels.has_decoder()
-    pixels.has_decoder.cache_clear()
-    assert [
-        record.message
-        for record in caplog.records
-        if "simplejpeg is not installed" in record.message
-    ] == [caplog.messages[0]]
-
-
 # ------------------------------------------------------------------------------------------------ the paper's transforms
 
 
@@ -358,49 +317,33 @@ def image(seed=0, size=(90, 70), mode="RGB"):
     return Image.fromarray(pixels).convert(mode)
 
 
-def names(transform):
-    return [type(step).__name__ for step in transform.transforms]
-
-
 def test_the_policy_goes_right_after_the_crop():
     stock = image_transform(
         32, is_train=True, aug_cfg={"scale": (0.6, 1.0), "color_jitter_prob": None}
     )
-    before = names(stock)
     transform = with_auto_augment(stock)
-    assert names(transform) == [
+    assert [type(step).__name__ for step in transform.transforms] == [
         "RandomResizedCrop",
         "MaybeConvertMode",
         "AutoAugment",
         "MaybeToTensor",
         "Normalize",
     ]
-    assert names(stock) == before  # the one that was given stays as it was
     timm = image_transform(32, is_train=True, aug_cfg={"scale": (0.6, 1.0), "use_timm": True})
-    assert names(with_auto_augment(timm))[:2] == [names(timm)[0], "AutoAugment"]
+    assert isinstance(with_auto_augment(timm).transforms[1], AutoAugment)
     assert with_auto_augment(timm)(image()).shape == (3, 32, 32)
-    assert len(transform.transforms[2].policies) == 25
-
-    def shown(transform, seed: int) -> torch.Tensor:
-        with seeded(seed):
-            return transform(image(mode="P"))  # a palette image: the policy works on RGB
-
-    assert shown(transform, 3).shape == (3, 32, 32) and torch.equal(
-        shown(transform, 3), shown(transform, 3)
-    )
-    assert (
-        sum(not torch.equal(shown(transform, seed), shown(stock, seed)) for seed in range(20)) >= 10
-    )
+    shown = []
+    for shows in (transform, transform, stock):
+        with seeded(3):
+            shown.append(shows(image(mode="P")))  # a palette image: the policy works on RGB
+    assert torch.equal(shown[0], shown[1]) and not torch.equal(shown[0], shown[2])
 
 
 def test_the_papers_training_transform():
-    transform = image_transform_train(32, auto_augment="imagenet")
-    crop = transform.transforms[0]
-    assert (crop.size, crop.scale, crop.ratio) == ((32, 32), (0.6, 1.0), (0.75, 4 / 3))
-    assert crop.interpolation is InterpolationMode.BILINEAR
-    assert isinstance(transform.transforms[2], AutoAugment)
-    assert transform(image()).shape == (3, 32, 32)
-    assert not any(isinstance(step, AutoAugment) for step in image_transform_train(32).transforms)
+    crop, _, policy, *_ = image_transform_train(32, auto_augment="imagenet").transforms
+    drawn = (crop.size, crop.scale, crop.ratio, crop.interpolation)
+    assert drawn == ((32, 32), (0.6, 1.0), (0.75, 4 / 3), InterpolationMode.BILINEAR)
+    assert isinstance(policy, AutoAugment)
 
 
 def test_the_papers_evaluation_transform_squashes():

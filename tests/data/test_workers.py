@@ -7,7 +7,6 @@ import multiprocessing
 import multiprocessing.queues
 import os
 import signal
-import sys
 import threading
 import time
 from typing import NamedTuple
@@ -22,7 +21,6 @@ from open_clip_zerovl.data.workers import (
     ItemSet,
     PooledBatch,
     read_batches,
-    worker_start,
 )
 from support.loading import loader_of
 from support.tars import write_source
@@ -191,36 +189,6 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_reading(item):
         match=r"a loader worker was lost .*; if memory or /dev/shm is full, lower --workers",
     ):
         list(read_batches(Batches(item), list, num_workers=1))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_iterator_that_is_left_early_prints_nothing(tmp_path, monkeypatch, workers):
-    unraisable = []
-    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    loader = loader_of(f"a={write_source(tmp_path / 'a', 0, 24, 6)}", 2, workers=workers)
-    for _ in range(2):
-        iterator = iter(loader)
-        next(iterator)
-    del iterator
-    for _ in loader:
-        break
-    del loader
-    gc.collect()
-    assert unraisable == []
-
-
-def test_a_worker_is_silent_about_a_caller_that_ended_while_it_took_a_batch(capsys, monkeypatch):
-    """After Ctrl-C a traceback of multiprocessing's resource_sharer followed the sentence, once in 40 kills."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    queue = multiprocessing.queues.Queue
-    monkeypatch.setattr(queue, "_on_queue_feeder_error", queue._on_queue_feeder_error)
-    workers_module._begin_worker(0, parent=None)
-    for error in (EOFError(), ConnectionResetError()):
-        sys.excepthook(type(error), error, None)
-    assert capsys.readouterr().err == ""
-    sys.excepthook(ValueError, ValueError("a defect"), None)
-    assert "a defect" in capsys.readouterr().err
 
 
 LIKE = torch.empty(
@@ -421,26 +389,3 @@ def test_a_block_that_is_given_back_too_early_is_noticed(source, monkeypatch):
     monkeypatch.setattr(BufferPool, "receive", receive)
     kept = [images for images, _ in loader]
     assert len({images.data_ptr() for images in kept}) < len(kept)
-
-
-def test_a_lost_worker_prints_no_traceback_from_within_a_finalizer(monkeypatch):
-    """torch's handler of SIGCHLD raises wherever the main thread is; Python prints what a finalizer raises, and goes on."""
-    reported = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: reported.append(ignored.exc_value))
-
-    class Raises:
-        def __init__(self, error):
-            self.error = error
-
-        def __del__(self):
-            raise self.error
-
-    worker_start()
-    worker_start()  # of a second loader
-    for error in (
-        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
-        ValueError("a defect"),
-    ):
-        Raises(error)
-        gc.collect()
-    assert [type(error) for error in reported] == [ValueError]

@@ -209,8 +209,7 @@ def test_an_impossible_search_gives_a_sentence(home, photos, tmp_path, capsys, m
     os.mkfifo("pipe")
     for words, sentence in (
         (["../nothing", "a"], "holds no pictures"),
-        (["../absent", "a"], "does not exist; give a folder"),
-        (["notes.txt", "a"], "is a file: give a folder"),
+        (["../absent", "a"], "does not exist; correct the path"),
         ([".", " "], "there is nothing to search for"),
         ([".", "", "--image", "broken.jpg"], "has an image that cannot be decoded"),
         ([".", "", "--image", "absent.jpg"], "absent.jpg does not exist; correct --image"),

@@ -28,7 +28,7 @@ from open_clip_zerovl.shards.fetch import (
     is_shard,
 )
 from open_clip_zerovl.shards.files import open_index
-from open_clip_zerovl.shards.urls import asked_wait, check_openable
+from open_clip_zerovl.shards.urls import asked_wait
 from support.servers import ShardServer
 from support.tars import write_source
 
@@ -135,7 +135,6 @@ def test_a_file_comes_whole_whatever_breaks(server, cache, case, ranges):
         ("00000.tar", "cut:3000", r"^cut off at byte 3000 after 3 retries$", 4),
         ("00000.tar", "page", r"^no tar or parquet after 1 retry$", 2),
         ("00000.tar", "403", r"^server answered 403$", 1),
-        ("00000.tar", "401", r"^server answered 401, .* HF_TOKEN$", 1),
         ("gone.tar", "", r"^no such file$", 1),
     ],
 )
@@ -159,20 +158,6 @@ def test_an_outage_is_waited_out_once(server, cache):
     server.fault = ""
     assert read(cache, server.url("00000.tar"), policy) == original(server, 0)
     assert not policy.failed
-    server.kill()
-    with pytest.raises(Unreachable, match=r"^no connection after 3 retries"):
-        read(cache, server.url("00001.tar"), policy)
-
-
-def test_a_server_that_dies_and_comes_back(server, cache):
-    reasons: list[str] = []
-    server.faults["large"] = ["hold:100000"]
-    policy = patient(reasons, first_wait_seconds=0.05, retries=200, stall_seconds=30)
-    outage = threading.Timer(0.5, lambda: (server.kill(), time.sleep(0.5), server.start()))
-    outage.start()
-    assert read(cache, server.url("large"), policy) == CONTENT
-    assert reasons[0] == "cut off" and "no connection" in reasons
-    assert server.requests["large"][-1] == 100_000
 
 
 def test_a_url_is_asked_for_as_it_is_written_and_its_token_is_not_kept(server, cache):
@@ -290,12 +275,10 @@ def test_each_run_asks_once_whether_a_shard_has_changed(server, cache):
     ]
 
 
-@pytest.mark.parametrize("content", [b"<html>sign in</html>", gzip.compress(CONTENT, mtime=0)[:15]])
-def test_what_is_no_shard_is_not_kept(tmp_path, cache, content):
-    """tarfile raises EOFError on a gzip file that ends within its first header, and so neither accepts nor refuses it."""
-    (tmp_path / "00000.tar").write_bytes(content)
-    with ShardServer(tmp_path) as server, pytest.raises(Unreachable, match="no tar or parquet"):
-        read(cache, server.url("00000.tar"), check=is_shard)
+def test_a_gzip_that_ends_in_its_first_header_is_no_shard(tmp_path):
+    """tarfile neither accepts nor refuses it: it raises EOFError."""
+    (tmp_path / "00000.tar").write_bytes(gzip.compress(CONTENT, mtime=0)[:15])
+    assert not is_shard(tmp_path / "00000.tar")
 
 
 def test_shards_are_fetched_ahead(server, cache):
@@ -426,27 +409,12 @@ def test_shards_on_the_hugging_face_hub(cache, monkeypatch, url, path):
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     try:
-        check_openable(url)
         Hub.asked.clear()
         assert read(cache, url) == CONTENT
     finally:
         hub.shutdown()
         hub.server_close()
     assert Hub.asked == [(path, "Bearer hf_secret"), ("/stored", None)]
-
-
-@pytest.mark.parametrize(
-    ("url", "kind", "words"),
-    [
-        ("hf://datasets/user/photos", UserError, "write hf://datasets/USER/NAME/FILE.tar"),
-        ("hf://0.tar", UserError, "write hf://datasets/USER/NAME/FILE.tar"),
-        ("hf://datasets/us er/photos/0.tar", ValueError, "'us er/photos'"),  # huggingface_hub's
-        ("nonsense://a/0.tar", UserError, "cannot be opened"),
-    ],
-)
-def test_a_url_that_names_no_file_is_refused(url, kind, words):
-    with pytest.raises(kind, match=words):
-        check_openable(url)
 
 
 def test_a_large_file_is_resumed_by_the_next_call(server, tmp_path):

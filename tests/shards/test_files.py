@@ -6,7 +6,6 @@ import gzip
 import io
 import os
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -134,18 +133,6 @@ def test_where_the_folder_is_not_writable_it_goes_into_the_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(shard.parent / ".zerovl-index"))
     shard_files._open.cache_clear()
     assert len(open_index(str(shard))) == 30 and "could not be stored anywhere" in caplog.text
-
-
-def test_many_may_build_the_same_one(shard):
-    def build(_: int) -> int:
-        shard_files._open.cache_clear()
-        return len(open_index(str(shard)))
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(build, range(8))) == [30] * 8
-    assert os.listdir(shard.parent / ".zerovl-index") == [
-        "00000.tar.npz"
-    ]  # nothing temporary is left
 
 
 def test_a_torn_tar_gives_the_same_samples_by_all_ways(shard):

@@ -94,12 +94,6 @@ def open_collection(data: str) -> Collection:
         UserError: nothing there, no picture in it, or a source that cannot be read.
     """
     folder = Path(data).expanduser()
-    if folder.is_file() and folder.suffix.lower() != ".tar":
-        raise UserError(
-            f"{data} is a file: give a folder of pictures, shards (.tar) or a table (.csv, .tsv)"
-        )
-    if not folder.exists() and not any(mark in data for mark in "={*:"):
-        raise UserError(f"{data} does not exist; give a folder of pictures, shards or a table")
     lost, shards = 0, None
     if folder.is_dir() and kind_of(data).kind not in ("shards", "packed"):
         listed = list(picture_files(folder))

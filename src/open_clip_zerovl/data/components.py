@@ -47,7 +47,6 @@ from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path, matchin
 EXTENSIONS = (".csv", ".tsv")  # of tables
 PACKED = "pack.json"  # marks an output of `zerovl data pack`
 _NAMED_SIZES = re.compile(r"(.+)@([^@]+\.json)", re.DOTALL)
-_MANIFEST = re.compile(r"""\bsources["']?\s*:.*?\bshards["']?\s*:""", re.DOTALL)
 _ANNOTATIONS = re.compile(r"(.+?\.(?:json|csv|tsv))(?:@(.+))?", re.IGNORECASE)
 
 
@@ -79,8 +78,6 @@ def kind_of(text: str) -> Component:
     path = os.path.expanduser(text)
     if Path(path).is_dir():
         return Component(_kind_of_folder(path), path)
-    if path.lower().endswith((".yaml", ".yml", ".json")) and os.path.isfile(path):
-        check_no_manifest(path)
     if (annotations := _ANNOTATIONS.fullmatch(path)) is not None:
         pictures_folder = None if annotations[2] is None else os.path.expanduser(annotations[2])
         return Component(
@@ -89,16 +86,6 @@ def kind_of(text: str) -> Component:
             pictures_folder,
         )
     return Component("shards", path)
-
-
-def check_no_manifest(file: str) -> None:
-    """Refuse open_clip 4's manifest of sources, in whose place the sources themselves are written."""
-    with open(file, encoding="utf-8", errors="replace") as content:
-        if _MANIFEST.search(content.read(4096)):
-            raise UserError(
-                f"{file} is a manifest of open_clip 4: name its sources, --train-data 'NAME=SHARDS::NAME=SHARDS', and their "
-                "weights, --train-data-upsampling-factors 2::1 (passes over each source in an epoch)"
-            )
 
 
 def packed_folders(folder: str | Path) -> dict[str, Path]:

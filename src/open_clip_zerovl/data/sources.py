@@ -51,9 +51,8 @@ from open_clip_zerovl.data.names import (
 from open_clip_zerovl.data.splits import require_training, require_training_samples, shards_of_split
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.files import SHARD_COUNT, open_index
-from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.tar import BYTES_BEHIND, ShardError, locate_samples
-from open_clip_zerovl.shards.urls import REMOTE, check_openable, local_path, shard_digests
+from open_clip_zerovl.shards.urls import REMOTE, local_path, shard_digests
 
 
 @dataclass(frozen=True)
@@ -221,8 +220,6 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
         require_training(path, shards)
     elif how.rows is not None:
         shards = shards_of_split(shards, how.rows)
-    for shard in shards:
-        check_openable(shard)
     if not how.evaluation:
         require_training_samples(shards, how.cache)
     if name is None:
@@ -272,9 +269,7 @@ def count_tar_samples(
                 if index.torn[0]:
                     raise ShardError(*index.torn.tolist())
             else:
-                for key, files in locate_samples(path):
-                    if count == 0:
-                        _tell_of_dots(shard, key, files)
+                for _ in locate_samples(path):
                     count += 1
     except ShardError as error:
         # joined tars hide more samples than a tear takes, and are mended by one command
@@ -290,16 +285,6 @@ def count_tar_samples(
         what = "captions" if captions else "samples"
         logging.warning(f"Shard {shard} is torn after {count} {what} ({error}).")
     return count
-
-
-def _tell_of_dots(path: str | Path, key: str, files: Mapping[str, object]) -> None:
-    """Warn where a shard's first sample has pictures under two suffixes only: `a.1.png` and `a.2.png` are both of key `a`."""
-    pictures = [suffix for suffix in files if suffix.rpartition(".")[2] in IMAGE_EXTENSIONS]
-    if pictures and all("." in suffix for suffix in pictures):
-        logging.warning(
-            f"Shard {path}: a key ends at the first dot of a file's name, so {key}.{pictures[0]} is of the sample {key!r}, "
-            "which has no picture then; write the shard with keys without dots."
-        )
 
 
 def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: _Opening) -> Source:

@@ -59,7 +59,7 @@ _REGULAR = b"0\0"  # type flags of a regular file; very old tars have NUL
 # of a long name or of pax fields; a header that claims more is corrupt
 _LARGEST_HEADER_BYTES = 1 << 24
 _READ_BYTES = 1 << 20  # behind an end mark, at a time
-_WARNED: set[str] = set()  # kinds of members without bytes
+_WARNED: list[str] = []  # the first member without bytes
 # Errors of tarfile on corrupt headers.
 _CORRUPT = (
     tarfile.TarError,
@@ -426,22 +426,18 @@ def _extent(info: tarfile.TarInfo, members: dict[str, Member]) -> tuple[int, int
     if info.issym():
         path = posixpath.normpath(posixpath.join(posixpath.dirname(info.name), path))
     target = members.get(path) or members.get(f"./{path}")
-    if target is not None and not info.issparse():
-        return target.offset, target.size
-    if info.issparse():
-        _warn("a sparse file", f"{info.name}: write the tar without --sparse")
-    elif info.islnk():
-        _warn("a hard link", f"{info.name} to {info.linkname}: write it with --hard-dereference")
-    else:
-        _warn("a symbolic link", f"{info.name} to {info.linkname}: write it with --dereference")
-    return info.offset_data, 0
+    if target is None or info.issparse():
+        _warn(info.name)
+        return info.offset_data, 0
+    return target.offset, target.size
 
 
-def _warn(kind: str, words: str) -> None:
-    if kind not in _WARNED:
-        _WARNED.add(kind)
+def _warn(name: str) -> None:
+    if not _WARNED:
+        _WARNED.append(name)
         logging.warning(
-            f"A tar holds {kind} whose bytes cannot be read, as if it were empty ({words})."
+            f"A tar holds a link or a sparse file whose bytes cannot be read, as if it were empty ({name}): write the tar with "
+            "--dereference --hard-dereference, without --sparse."
         )
 
 

@@ -219,18 +219,6 @@ def _file_system_of(url: str) -> tuple[Any, str]:
         ) from error
 
 
-def check_openable(url: str) -> None:
-    """Check that an installed package opens URLs of this kind.
-
-    Raises:
-        UserError: no installed package does.
-    """
-    if url.startswith("hf:"):
-        _on_the_hub(url)
-    elif local_path(url) is None and not is_command(url):
-        _file_system_of(url)
-
-
 def matching_urls(pattern: str) -> list[str]:
     """Return the URLs of the files that a pattern with * names in a store, in order.
 
