@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -74,37 +73,6 @@ def test_it_ends_as_the_program_ends(program, status):
     assert done.returncode == status and ("ZeroDivisionError" in done.stderr) == (
         program == "1 / 0"
     )
-
-
-ASKS = """
-import subprocess, sys
-from support import warm
-if sys.argv[1:]:
-    warm.share(sys.argv[1])
-    print(subprocess.check_output([warm.python(), "-c", "import os; print(os.getppid())"], text=True))
-else:
-    print(warm.python())
-"""
-
-
-def test_two_processes_share_a_server():
-    clients = [run(sys.executable, "-c", ASKS, warm.python()).stdout for _ in range(2)]
-    mine = run(warm.python(), "-c", "import os; print(os.getppid())").stdout
-    assert clients[0].strip() == clients[1].strip() == mine.strip() != ""
-
-
-@pytest.mark.slow(reason="a second server, with its imports")
-def test_a_process_by_itself_has_a_server_that_ends_with_it():
-    alone = run(sys.executable, "-c", ASKS).stdout.strip()
-    assert alone not in ("", warm.python()) and not os.path.exists(alone)  # ended with its process
-
-
-def test_the_workers_of_xdist_have_the_server_of_their_controller(request):
-    node = SimpleNamespace(workerinput={})
-    request.config.hook.pytest_configure_node(node=node)
-    assert node.workerinput["warm_python"] == warm.python()
-    of_controller = getattr(request.config, "workerinput", node.workerinput)["warm_python"]
-    assert warm.python() == of_controller
 
 
 OPENED = """

