@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import read_json, reading, write_atomically
 from open_clip_zerovl.report.pages import (
     FAINT,
@@ -296,12 +295,11 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
         The page's path.
 
     Raises:
-        UserError: no record there, or one that does not say how the run began.
+        OSError: there is no record.
+        UserError: it does not say how the run began, or holds other values than training writes.
     """
     folder = Path(folder)
     record = read_record(folder)
-    if not record["start"]:
-        raise UserError(f"{folder / RECORD} does not say how the run began; its file is cut off")
     with reading(folder / RECORD, "the page of the run is not written"):
         start = record["start"][-1]
         steps = record["step"]
