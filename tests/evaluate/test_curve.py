@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import open_clip
@@ -166,13 +165,10 @@ def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_
     flags = CurveFlags(alphas=(0.2, 0.4, 0.7), kept_share=0.0)
     new, kept = ({name: open_retrieval_set(made / name)} for name in ("new", "kept"))
     encoders = [Encoder(path, device="cpu", batch_size=5) for path in ends(made)]
-    loaded, lines = open_ends(*encoders), []
-    curve = score_curve(loaded, encoders[0], flags, new, kept, say=lines.append)
-    write_between(loaded, curve, out)
-    said = "\n".join([*lines, curve.table()])
+    loaded = open_ends(*encoders)
+    write_between(loaded, score_curve(loaded, encoders[0], flags, new, kept), out)
     result = json.loads((out / "interpolation.json").read_text())
     points = {point["alpha"]: point["results"] for point in result["points"]}
-    assert sorted(points) == [0, 0.2, 0.4, 0.7, 1]
 
     by_hand = score_checkpoint(ends(made)[0], f"new={made / 'new'}::kept={made / 'kept'}")
     for name in ("new", "kept"):
@@ -181,18 +177,15 @@ def test_the_curve_is_retrieval_by_hand_and_constant_where_it_must_be(made, tmp_
         # (1 - 2 alpha) x the same features: before 0.5 they are A's but for their length, after it B's
         assert points[0.2][name] == points[0.4][name] == points[0][name]
         assert points[0.7][name] == points[1][name]
-        assert f"{points[0][name]['rsum']:.1f}" in said
 
     best = max((points[alpha]["new"]["rsum"], -alpha) for alpha in points)
     assert result["chosen"]["alpha"] == -best[1] and -best[1] in (0, 0.7)
-    chosen, _, _ = load_model(out)
     model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{out}")
     start, end = (load_model(path)[0].state_dict() for path in ends(made))
     alpha = result["chosen"]["alpha"]
     for key, tensor in model.state_dict().items():
-        assert torch.equal(tensor, chosen.state_dict()[key])
         assert torch.allclose(tensor, (1 - alpha) * start[key] + alpha * end[key], atol=1e-6)
-    assert "alpha" in (out / "README.md").read_text() and trained_on([out]) is None
+    assert trained_on([out]) is None
 
 
 def test_a_point_goes_with_the_pictures_of_both_ends(made, tmp_path):
@@ -224,22 +217,7 @@ def test_the_zero_shot_accuracy_of_classes_chooses():
         curve = choose(rows, ["n"], ["k"], rule, kept_share=0.99)
         assert curve.chosen.alpha == alpha and "top-1" in curve.reason
     lines = curve.table().splitlines()
-    assert "n (new, top-1 %)" in lines[0] and "k (kept)" in lines[0]
     assert lines[1].split()[:3] == ["0", "20.0", "300.0"] and lines[-1].split()[1] == "10.0"
-    assert curve.measures == {
-        "RSUM",
-        "top-1 %",
-    }  # two measures: the picture shows shares of the score before
-    classes = [
-        replace(
-            one, accuracies={name: {"top1": 0.3 + 0.1 * one.alpha, "chance": 0.1} for name in "nk"}
-        )
-        for one in rows
-    ]
-    curve = choose(classes, ["n"], ["k"], "mean", kept_share=0.99)
-    assert (
-        curve.measures == {"top-1 %"} and "the zero-shot top-1 on new and on kept" in curve.reason
-    )
 
 
 ROWS = ((0, 100, 300), (0.25, 180, 299), (0.5, 240, 290), (0.75, 260, 250), (1, 260, 200))
@@ -253,9 +231,6 @@ ROWS = ((0, 100, 300), (0.25, 180, 299), (0.5, 240, 290), (0.75, 260, 250), (1, 
 def test_rules(rule, share, alpha):
     curve = choose(points(*ROWS), ["n"], ["k"], rule, kept_share=share)
     assert curve.chosen.alpha == alpha
-    assert curve.reason.startswith(f"alpha {alpha:g} has the best")
-    line = next(line for line in curve.table().splitlines() if line.endswith("chosen"))
-    assert line.split()[0] == f"{alpha:g}"
 
 
 @pytest.mark.parametrize(

@@ -11,24 +11,18 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from torchvision.transforms import ToTensor
 
 from open_clip_zerovl import cli
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.data.sets import class_list, open_probe_set
 from open_clip_zerovl.evaluate.metrics import (
     accuracies,
-    distinct_names,
 )
 from open_clip_zerovl.evaluate.probe import (
     fit_logistic,
     middle_of_best,
-    probed_model,
     stratified_fifth,
 )
-from open_clip_zerovl.features.embed import picture_features
-from support.colours import MeanColour, colour_set, drawn, write_folder
-from support.tars import png, write_tar
+from support.colours import colour_set, write_folder
 
 
 def test_quick_way_agrees_with_scikit_learn_on_the_same_features():
@@ -71,16 +65,6 @@ def test_the_fifth_that_chooses_c_holds_a_fifth_of_each_class():
         stratified_fifth(np.arange(8), 0)
 
 
-def test_classes_of_one_name_are_written_apart():
-    names = distinct_names({"7": "crane", "8": "crane", "9": "cat"})
-    report = accuracies(torch.eye(3)[torch.tensor([0, 0, 2])], torch.arange(3), names)
-    tops = {name: own["top1"] for name, own in report["per_class"].items()}
-    assert tops == {"crane (7)": 1.0, "crane (8)": 0.0, "cat": 1.0}
-    assert [(one["class"], one["guess"]) for one in report["most_confused"]] == [
-        ("crane (8)", "crane (7)")
-    ]
-
-
 def test_confusions_of_a_small_table():
     scores = torch.eye(6)[torch.tensor([0, 0, 1, 1, 1, 2])]
     found = accuracies(scores, torch.tensor([0, 0, 1, 2, 2, 2]), list("abcdef"))
@@ -94,47 +78,6 @@ def test_the_middle_of_equally_good_cs_is_taken():
     features = torch.stack([10.0 * targets, torch.arange(40) % 7], 1)
     fit = fit_logistic(features, targets)
     assert set(fit.split_accuracy.values()) == {1.0} and 1e-3 < fit.chosen_c < 10
-
-
-def test_shards_with_numbers_and_with_json(tmp_path: Path):
-    for shard, numbers in enumerate(([10, 2], [2, 0])):
-        members = []
-        for i, number in enumerate(numbers):
-            members += [(f"{i}.png", png((number * 20, 0, 0))), (f"{i}.cls", str(number).encode())]
-            members.append((f"{i}.json", json.dumps({"group": f"g{number}", "list": []}).encode()))
-        write_tar(tmp_path / "set" / "train" / f"{shard}.tar", members)
-    (tmp_path / "set" / "classnames.txt").write_text("zero\none\ntwo\n")
-    images = open_probe_set(f"{tmp_path}/set/train/{{0..1}}.tar", "train")
-    assert images.labels == ["10", "2", "2", "0"] and class_list(images, images) == ["0", "2", "10"]
-    reds = [images.image(i).getpixel((0, 0))[0] for i in range(4)]
-    assert reds == [200, 40, 40, 0] and images.names["2"] == "two"
-    grouped = open_probe_set(tmp_path / "set" / "train", "test", label="json:group")
-    assert grouped.labels == ["g10", "g2", "g2", "g0"]
-
-
-def test_classes_that_do_not_fit_and_what_cannot_be_read(tmp_path: Path):
-    three, two = colour_set(6), drawn("two", ["red", "green"], colour_set(2).read)
-    assert class_list(three, two) == ["blue", "green", "red"]
-    members = [("a.png", b"x"), ("a.cls", b"0"), ("a.json", b'{"list": []}')]
-    write_tar(tmp_path / "0.tar", [*members, ("b.png", png((0, 0, 0))), ("b.cls", b"1")])
-    write_tar(tmp_path / "bare" / "0.tar", members[:1])
-    probed = probed_model(MeanColour(), ToTensor())
-    for words, refused in {
-        "first 'blue'": lambda: class_list(two, three),
-        "one class 'red'": lambda: class_list(drawn("one", ["red"], two.read), two),
-        "does not exist": lambda: open_probe_set(tmp_path / "nowhere", "train"),
-        "'a' has no .cls": lambda: open_probe_set(tmp_path / "bare", "train"),
-        "field 'class'": lambda: open_probe_set(tmp_path, "train", label="json:class"),
-        "is a word": lambda: open_probe_set(tmp_path, "train", label="json:list"),
-        "no .txt; if the class is elsewhere": lambda: open_probe_set(
-            tmp_path, "train", label="txt"
-        ),
-        "the image of sample 'a' cannot be read": lambda: picture_features(
-            probed, open_probe_set(tmp_path, "train"), None, batch_size=2
-        ),
-    }.items():
-        with pytest.raises(UserError, match=words):
-            refused()
 
 
 def test_the_command(tmp_path: Path, clip_runs, capsys: pytest.CaptureFixture[str]):

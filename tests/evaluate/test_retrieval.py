@@ -21,10 +21,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from open_clip_zerovl.api import name_models
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.cli import main
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.images import paper_transform_of
 from open_clip_zerovl.data.sets import open_retrieval_set, retrieval_batches
 from open_clip_zerovl.evaluate import retrieval
@@ -37,8 +35,7 @@ from open_clip_zerovl.evaluate.metrics import (
 )
 from open_clip_zerovl.evaluate.retrieval import GallerySet, encode_retrieval, rsum_difference
 from support.scoring import COUNTS, score_checkpoint
-from support.tars import write_tar
-from support.tiny_clip import picture, write_retrieval_set
+from support.tiny_clip import write_retrieval_set
 
 # -- a model on a set ------------------------------------------------------------------------------------------------
 
@@ -77,29 +74,15 @@ def test_encoding_normalises_and_restores_the_modes(tmp_path, stock):
         assert torch.allclose(text, F.normalize(model.encode_text(tokens), dim=-1), atol=1e-6)
 
 
-def test_workers_batch_size_and_precision(tmp_path, stock, export):
-    """Workers and batch size do not change the numbers; autocast and a model in half precision are evaluated."""
+def test_workers_and_batch_size_do_not_change_the_numbers(tmp_path, stock, export):
+    """A model in half precision, as in training, is evaluated too."""
     write_retrieval_set(tmp_path / "set", [3] * 20)
     dataset = open_retrieval_set(tmp_path / "set")
     alone = metrics_of(*stock, dataset)
     assert metrics_of(*stock, dataset, workers=2, batch_size=7) == pytest.approx(alone, abs=1e-6)
-    mixed = metrics_of(
-        *stock, dataset, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
-    )
     half, _, _ = open_clip.create_model_and_transforms(f"local-dir:{export}", precision="pure_bf16")
     pure = metrics_of(half, *stock[1:], dataset, input_dtype=torch.bfloat16)
-    assert alone.keys() == mixed.keys() == pure.keys()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_broken_picture_is_named_also_from_a_loader_worker(tmp_path, stock, num_workers):
-    png = picture(np.random.default_rng(0))
-    members = [("a.png", png), ("a.txt", b"a cat"), ("bad.png", png[:60]), ("bad.txt", b"a dog")]
-    shard = write_tar(tmp_path / "0.tar", members)
-    said = r"0\.tar: the image of sample 'bad' cannot be read"
-    with pytest.raises(UserError, match=said) as caught:
-        metrics_of(*stock, open_retrieval_set(shard), workers=num_workers)
-    assert "Traceback" not in str(caught.value)
+    assert alone.keys() == pure.keys()
 
 
 def test_the_papers_transform_squashes_and_crops(export, sets):
@@ -171,22 +154,14 @@ def grey_pictures(images, texts, captions) -> GallerySet:
 
 
 def test_examples_hold_the_best_pictures_and_the_rank(monkeypatch):
+    """A picture with the same caption is right, and the rank is that of the caption's own picture."""
     monkeypatch.setattr(retrieval, "thumbnail", lambda image: image.getpixel((0, 0)))
     texts = F.normalize(torch.randn(12, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
-    shifted = texts.roll(1, dims=0)  # here picture i matches caption i - 1
-    captions = [f"caption {n}" for n in range(12)]
-    good = grey_pictures(texts, texts, captions).example(3, 3)
-    assert good.rank == 1 and [right for _, right in good.top] == [True, False, False]
-    assert (good.query, good.target, good.top[0]) == (captions[3], 3, (3, True))
-    bad = grey_pictures(shifted, texts, captions).example(4, 3)
+    shifted = texts.roll(1, dims=0)  # picture i matches caption i - 1
+    bad = grey_pictures(shifted, texts, [f"caption {n}" for n in range(12)]).example(4, 3)
     scores = shifted @ texts[4]
     assert bad.rank == 1 + int((scores > scores[4]).sum()) > 1
     assert bad.top[0] == (int(scores.argmax()), False)
-    assert len(grey_pictures(texts, texts, captions).examples()) == 6
-
-
-def test_a_picture_with_the_same_caption_is_right(monkeypatch):
-    monkeypatch.setattr(retrieval, "thumbnail", lambda image: image.getpixel((0, 0)))
     images = torch.eye(4)
     texts = images[[1, 1, 2, 0]]  # the model finds picture 1 for "a person"; its own is picture 0
     shown = grey_pictures(images, texts, ["a person", "a person", "a dog", "a cat"])
@@ -219,7 +194,6 @@ def test_the_command_shows_models_side_by_side(tmp_path, clip_runs, export, sets
     rows = list(csv.DictReader(files["csv"].open()))
     names = [(row["set"], row["model"]) for row in rows[:3]]
     assert names == [("coco", clip_runs[0]), ("b", clip_runs[0]), ("coco", clip_runs[1])]
-    assert "b, two" in files["html"].read_text()
     # Each model has its own scores: those of a call with it alone.
     assert main(["retrieval", clip_runs[1], *more, *kept]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -227,11 +201,9 @@ def test_the_command_shows_models_side_by_side(tmp_path, clip_runs, export, sets
     coco = results["coco"]
     assert coco["rsum"] == rsum["two"]
     assert (coco["images"], coco["captions"]) == (13, sum(min(count, 5) for count in COUNTS))
-    assert printed[0].split()[:4] == ["set", "images", "captions", "I2T"]
     cells = ["coco", "13", f"{coco['captions']}", f"{100 * coco['image_to_text_R@1']:.1f}"]
     assert printed[1].split()[:4] == cells
     assert printed[1].split()[-2:] == [f"{coco['rsum']:.1f}", f"{coco['rsum_chance']:.1f}"]
-    assert len({len(line) for line in printed[1:3]}) == 1
     (row, _) = csv.DictReader(files["csv"].open())
     assert all(float(row[name]) == pytest.approx(value) for name, value in coco.items())
     check_gallery(files["html"].read_text(), coco)
@@ -252,32 +224,14 @@ def check_gallery(html: str, row: dict) -> None:
         assert int(re.search(rf"{title}: hits <small>(\d+)", html)[1]) == round(
             row[f"{way}_R@1"] * total
         )
-    opened = re.findall(r"<(/?)(article|section|table|tr|td|figure|p|div)\b", html)
-    for tag in {tag for _, tag in opened}:
-        assert opened.count(("", tag)) == opened.count(("/", tag)), tag
     assert 'class="example large hit"' in html and 'class="example large miss"' in html
 
 
-def test_models_without_a_name_are_named_after_their_run():
-    models = ["random=a.pt", "logs/run/checkpoints/epoch_9.pt", "mine/model", "ViT-B-32/openai"]
-    assert list(name_models(models)) == ["random", "run", "mine", "openai"]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("a=ONE a=TWO --data s=SET", "needs a name of its own"),
-        ("ONE gone.pt --data s=SET", "'gone.pt' is not a model"),
-        ("no-model --data no-data", "no-data does not exist"),
-    ],
-)
-def test_refusals_before_a_model_is_loaded(words, sentence, tmp_path, clip_runs, capsys):
+def test_two_models_of_one_name_are_refused(tmp_path, clip_runs, capsys):
     write_retrieval_set(tmp_path / "s", [1] * 4)
-    for name, value in (("ONE", clip_runs[0]), ("TWO", clip_runs[1]), ("SET", f"{tmp_path}/s")):
-        words = words.replace(name, value)
-    assert main(["retrieval", *words.split()]) == 2
-    error = capsys.readouterr().err
-    assert sentence in error and "batch" not in error  # of a progress bar
+    models = [f"a={run}" for run in clip_runs]
+    assert main(["retrieval", *models, "--data", f"s={tmp_path}/s"]) == 2
+    assert "needs a name of its own" in capsys.readouterr().err
 
 
 def free_ports(count: int) -> list[int]:

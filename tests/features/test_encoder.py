@@ -10,13 +10,9 @@ import pytest
 import torch
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from open_clip.transform import image_transform
-from torch import nn
 from torch.nn import functional as F
 
-from open_clip_zerovl.core import memory
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.retrieval import encode_retrieval
-from open_clip_zerovl.features import encoder
 from open_clip_zerovl.features.encoder import (
     FrozenModel,
     module_digest,
@@ -54,35 +50,10 @@ def test_features_are_those_before_the_projection(tmp_path: Path, kind: str):
         assert torch.equal(visual(images), expected)
 
 
-def test_unknown_towers_are_refused():
-    with pytest.raises(UserError, match="Linear"):
-        tower_before_projection(nn.Linear(2, 2))
 
 
-def test_a_model_on_a_cpu_takes_few_pictures_at_once_and_keeps_its_memory(monkeypatch):
-    """glibc returns large blocks to the kernel after each pass, which doubles and triples a pass of many pictures."""
-    asked, seen = [], []
-
-    def tower(pixels):
-        seen.append(len(pixels))
-        return pixels.flatten(1)
-
-    monkeypatch.setattr(encoder, "keep_freed_memory", lambda: asked.append(True))
-    model = encoder.FrozenModel("tower", tower, unit_length=False)
-    pixels = torch.randn(40, 3, 2, 2)
-    assert torch.equal(model.images(pixels), pixels.flatten(1))
-    assert (seen, asked) == ([16, 16, 8], [True])
 
 
-def test_memory_that_is_freed_stays_unless_the_user_has_chosen(monkeypatch):
-    set_to = {}
-    monkeypatch.setattr(
-        memory, "_mallopt", lambda: lambda name, value: set_to.update({name: value}) or 1
-    )
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
-    assert not memory.keep_freed_memory.__wrapped__() and not set_to
-    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
-    assert memory.keep_freed_memory.__wrapped__() and set_to == {-3: 2**30, -1: 2**31 - 1}
 
 
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert", "clip"])

@@ -77,14 +77,6 @@ def test_a_flipped_bit_is_never_read_as_features(tmp_path, place, caplog):
     assert FeatureStore(tmp_path, CONTENTS, COUNTS).missing == []
 
 
-def test_many_files_are_mapped_without_a_descriptor_each(tmp_path):
-    contents = [f"{number:032x}" for number in range(40)]
-    store = FeatureStore(tmp_path, contents, [1] * 40)
-    before = len(os.listdir("/proc/self/fd"))
-    for number in range(40):
-        store.write(number, torch.full((1, 2), float(number)), torch.ones(1, dtype=torch.int64))
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert store.take(np.arange(40))[:, 0].tolist() == [*range(40)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
