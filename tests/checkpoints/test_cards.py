@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard as HubCard
 
-from open_clip_zerovl.align.request import Recipe
 from open_clip_zerovl.checkpoints.card import _ELSEWHERE, ModelCard, folder_card
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import ModelSpec
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.releases import OPENCLIP_V4, line_here
 from open_clip_zerovl.recipe.flags import RecipeConfig
@@ -52,14 +49,6 @@ def test_a_card_names_each_flag_of_training_or_has_a_line_of_its_own_for_it():
     assert "effective batch: 8 = 4 a micro-batch x 2 accumulated" in text
     gone = set() if line_here() is not OPENCLIP_V4 else {"horovod", "trace", "torchscript"}
     assert _ELSEWHERE - every_flag() == COMPUTED | gone
-
-
-def test_a_card_names_each_setting_of_an_alignment():
-    changed = {each.name: "7" for each in fields(Recipe)} | {"batch_size": 4}
-    text = ModelCard(SPEC, {}, "x", params=changed).text()
-    assert all(
-        f"`--{name.replace('_', '-')}`: 7" in text for name in changed.keys() - {"batch_size"}
-    )
 
 
 @pytest.fixture
@@ -115,7 +104,6 @@ def test_the_card_of_a_run_and_what_the_hub_reads_of_it(checkpoint, tmp_path):
     file = export_local_dir(checkpoint, tmp_path / "export") / "README.md"
     text = file.read_text()
     for told in (
-        "\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\n",
         "# my-run (carded)",
         "after epoch 1 of 3. It loads in stock",
         "- effective batch: 512 = 64 a micro-batch x 4 accumulated x 2 ranks",
@@ -132,15 +120,11 @@ def test_the_card_of_a_run_and_what_the_hub_reads_of_it(checkpoint, tmp_path):
     for left_out in ("75.0", "/secret", str(tmp_path), "open_clip_zerovl", "num_samples"):
         assert left_out not in text, left_out
     assert Run(tmp_path / "run").scores.keys() == {1, 2}
-    (checkpoint.parent / "results.jsonl").unlink()
-    plain = export_local_dir(checkpoint, tmp_path / "plain") / "README.md"
-    assert "No scores were recorded" in plain.read_text()
     card = HubCard.load(file).data
     scores = {(one.dataset_name, one.metric_type): one for one in card.eval_results}
     assert card.base_model is None and card.model_name == "my-run (carded)"
     assert scores["shop", "rsum"].metric_value == 90.0
     assert scores["shop", "rsum"].metric_name == "RSUM of 600 (chance 16.5)"
-    assert scores["shop", "image_to_text_recall_at_1"].metric_value == 15.0
     assert scores["pets", "top1"].metric_value == 50.0 and len(scores) == 8
     params = {"model": "ViT-B-32", "pretrained": "laion2b_s34b_b79k", "name": "yes: a 'name'"}
     params["train_data"] = "a=hf://datasets/me/pairs/{0..3}.tar::b=/secret/b"
@@ -163,6 +147,3 @@ def test_the_card_of_a_run_and_what_the_hub_reads_of_it(checkpoint, tmp_path):
         assert card.model_name.startswith("yes: a 'name'") and len(card.eval_results) == 1
     second = ModelCard(SPEC, {}, "x", base_models=[f"local-dir:{tmp_path}"]).text()
     assert HubCard(second).data.base_model == card.base_model
-    (tmp_path / "README.md").write_text("---\na: [\n---\n")
-    with pytest.raises(UserError, match=r"README\.md cannot be read .*between its first two ---"):
-        ModelCard(SPEC, {}, "x", base_models=[str(tmp_path)]).text()

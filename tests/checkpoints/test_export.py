@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from open_clip_zerovl.checkpoints import export as export_module
 from open_clip_zerovl.checkpoints.export import export_local_dir
-from open_clip_zerovl.checkpoints.loading import load_model, read_model_spec, spec_of
+from open_clip_zerovl.checkpoints.loading import load_model, read_model_spec
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from support import warm
@@ -92,7 +92,6 @@ def test_a_stranger_loads_the_export_and_sees_the_same_embeddings(tmp_path, home
     }
     checkpoint = write_run(tmp_path / "run", model, params, prefix="module.")
     folder = export_local_dir(checkpoint, tmp_path / "export")
-    assert folder == tmp_path / "export"
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir()}
     assert len(set(modes.values())) == 1, (
         modes
@@ -145,18 +144,6 @@ def test_a_stranger_loads_the_export_and_sees_the_same_embeddings(tmp_path, home
     assert not torch.allclose(other["text"], expected["text"], atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
-)
-def test_wrappers_prefixes_are_taken_off(tmp_path, home, prefix):
-    model = random_model("native-clip")
-    checkpoint = write_run(tmp_path / "run", model, {"model": "native-clip"}, prefix=prefix)
-    loaded, _, _ = load_model(checkpoint)
-    assert not loaded.training
-    for key, value in loaded.state_dict().items():
-        assert torch.equal(value, model.state_dict()[key])
-
-
 def test_arguments_of_the_run_reach_the_export(tmp_path, home):
     """Each `params.txt` entry that changes the model or its preprocessing."""
     forced = {
@@ -181,9 +168,6 @@ def test_arguments_of_the_run_reach_the_export(tmp_path, home):
     }
     checkpoint = write_run(tmp_path / "run", model, params)
     spec = read_model_spec(checkpoint)
-    assert spec.model_cfg["quick_gelu"] is True
-    assert spec.model_cfg["custom_text"] is True
-    assert spec.model_cfg["init_logit_bias"] == -10
     assert "patch_dropout" not in spec.model_cfg["vision_cfg"]  # of the training, not of the model
 
     folder = export_local_dir(checkpoint, tmp_path / "export")
@@ -234,17 +218,11 @@ def test_the_text_towers_folder_may_be_given(tmp_path, home):
         export_local_dir(checkpoint, tmp_path / "c", text_model=str(home / "bert"))
 
 
-def test_half_precision_weights_load_as_float32(tmp_path, home, capsys):
+def test_half_precision_weights_load_as_float32(tmp_path, home):
     checkpoint = write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"})
     half = tmp_path / "half"
     assert main(["export", str(checkpoint), str(half), "--fp16"]) == 0
-    printed = capsys.readouterr()
-    steps = ["loading open_clip", "reading ", "building native-clip", "writing ", "loading the folder", "wrote "]  # fmt: skip
-    for step, line in zip(steps, printed.err.splitlines(), strict=True):
-        assert line.startswith(f"zerovl: {step}")
     whole = export_local_dir(checkpoint, tmp_path / "whole")
-    weights = "open_clip_model.safetensors"
-    assert (half / weights).stat().st_size < 0.6 * (whole / weights).stat().st_size
     reference = open_clip.create_model(f"local-dir:{whole}").state_dict()
     for key, value in open_clip.create_model(f"local-dir:{half}").state_dict().items():
         assert value.dtype == reference[key].dtype
@@ -266,8 +244,6 @@ def test_an_existing_folder_is_only_replaced_on_demand(tmp_path, home):
     (tmp_path / "precious" / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="is not an earlier export"):
         export_local_dir(second, tmp_path / "precious", force=True)
-    (tmp_path / "empty").mkdir()
-    export_local_dir(second, tmp_path / "empty")
 
 
 def test_an_export_without_room_gets_a_sentence_and_keeps_the_earlier_one(
@@ -289,80 +265,37 @@ def test_an_export_without_room_gets_a_sentence_and_keeps_the_earlier_one(
     assert (folder / "open_clip_config.json").read_bytes() == config
 
 
-def test_bad_checkpoints_are_refused_by_a_sentence(tmp_path, home):
-    model = random_model("native-clip")
-    good = write_run(tmp_path / "run", model, {"model": "native-clip"})
-
-    before = sorted(tmp_path.iterdir())
-
-    def refused(checkpoint: Path, sentence: str, **options) -> None:
-        with pytest.raises(UserError, match=sentence) as caught:
-            export_local_dir(checkpoint, tmp_path / "export", **options)
-        assert "\n" not in str(caught.value)
-        assert sorted(tmp_path.iterdir()) == before  # nothing is left behind
-
-    def saved(name: str, content: object) -> Path:
-        torch.save(content, good.parent / name)
-        return good.parent / name
-
-    refused(good, "knows no model 'native-clap'; did you mean native-clip", model="native-clap")
-    refused(
-        good,
-        r"Missing key\(s\).*; give the weights of native-bert",
-        model="native-bert",
-    )
-    refused(good, "own text tower", text_model=str(home / "bert"))
-
-    weights = model.state_dict()
-    fewer = {key: value for key, value in weights.items() if key != "visual.proj"}
-    refused(saved("fewer.pt", {"state_dict": fewer}), 'Missing key.*"visual.proj"')
-    other = {**weights, "visual.proj": torch.ones(2, 3)}
-    refused(saved("shape.pt", {"state_dict": other}), "size mismatch for visual.proj")
-    broken = {**weights, "text_projection": weights["text_projection"] * float("nan")}
-    refused(
-        saved("nan.pt", {"state_dict": broken}),
-        "'text_projection' of native-clip holds NaN or infinite numbers",
-    )
-    large = saved("large.pt", {"state_dict": {**weights, "logit_scale": torch.tensor(1e6)}})
-    refused(
-        large,
-        r"'logit_scale' has values up to 1e\+06, too large for torch.float16",
-        precision="fp16",
-    )
-    export_local_dir(large, tmp_path / "run" / "brain", precision="bf16")
-    refused(saved("list.pt", [1, 2]), "holds no tensors")
-    refused(saved("empty.pt", {"epoch": 1}), "holds no tensors")
-
-    (good.parent / "cut.pt").write_bytes(good.read_bytes()[:1000])
-    refused(good.parent / "cut.pt", "cannot be read")
-
-    (tmp_path / "run" / "params.txt").unlink()
-    refused(good, r"no params\.txt beside .*epoch_1\.pt names its model")
-    export_local_dir(good, tmp_path / "export", model="native-clip")
-
-
-def test_models_that_cannot_be_loaded_are_refused_by_a_sentence(tmp_path, home):
-    def refused(source: str | Path, sentence: str, **options) -> None:
+def test_weights_that_an_export_would_not_give_back_are_refused(tmp_path, home):
+    """Also those of another model, and a text tower that the model would not have."""
+    weights = random_model("native-clip").state_dict()
+    nan = {"text_projection": weights["text_projection"] * float("nan")}
+    cases = [
+        ({}, "native-clip has open_clip's own text tower", {"text_model": str(home / "bert")}),
+        ({"visual.proj": torch.ones(2, 3)}, "size mismatch for visual.proj", {}),
+        (nan, "'text_projection' of native-clip holds NaN or infinite numbers", {}),
+        ({"logit_scale": torch.tensor(1e6)}, r"'logit_scale' has values up to 1e\+06, too large for", {"precision": "fp16"}),
+    ]  # fmt: skip
+    run = tmp_path / "run"
+    checkpoint = write_run(run, random_model("native-clip"), {"model": "native-clip"})
+    for changed, sentence, options in cases:
+        torch.save({"state_dict": weights | changed}, checkpoint)
         with pytest.raises(UserError, match=sentence):
-            load_model(source, **options)
+            export_local_dir(checkpoint, tmp_path / "export", **options)
+        assert [*tmp_path.iterdir()] == [run]  # nothing is left behind
 
-    refused("ViT-B-32", "names no weights: write ViT-B-32/TAG, with a tag of .*laion2b_s34b_b79k")
-    refused(
-        "ViT-B-32/openai",
-        "trained with QuickGELU, which ViT-B-32 lacks: write ViT-B-32-quickgelu/openai",
-    )
-    refused(
-        "ViT-B-99/openai",
-        "is not a model; give a folder with open_clip_config.json, a checkpoint file",
-    )
-    refused("no-such-thing", "is not a model")
-    refused("hf-hub:a/b", "is given for a training checkpoint only", model_name="ViT-B-32")
-    with pytest.raises(UserError, match="cannot be read offline"):
-        spec_of("hf-hub:a/b")
+
+def test_what_would_be_another_model_or_a_random_one_is_refused(tmp_path, home):
     checkpoint = write_run(tmp_path / "run", random_model("native-clip"), {"model": "native-clip"})
-    refused(tmp_path, r"not a model \(open_clip_config.json is missing\); give an exported folder")
-    refused(tmp_path / "run", rf"missing\); give {checkpoint}$")
     folder = export_local_dir(checkpoint, tmp_path / "aligned" / "model")
-    refused(f"local-dir:{tmp_path}/aligned", rf"missing\); give {folder}$")
     (folder / "open_clip_model.safetensors").unlink()
-    refused(folder, "holds no weights")  # open_clip would go on with random ones
+    for source, sentence in (
+        ("ViT-B-32", "names no weights: write ViT-B-32/TAG, with a tag of .*laion2b_s34b_b79k"),
+        ("ViT-B-32/openai", "trained with QuickGELU, which ViT-B-32 lacks: write ViT-B-32-quickgelu/openai"),
+        (tmp_path / "run", rf"missing\); give {checkpoint}$"),
+        (tmp_path / "aligned", rf"missing\); give {folder}$"),
+        (folder, "holds no weights"),  # open_clip would go on with random ones
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=sentence):
+            load_model(source)
+    with pytest.raises(UserError, match="is given for a training checkpoint only"):
+        load_model("hf-hub:a/b", model_name="ViT-B-32")

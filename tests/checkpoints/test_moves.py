@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,12 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-from open_clip_zerovl.checkpoints.card import MOVED
-from open_clip_zerovl.checkpoints.export import _for_repository, export_local_dir, loading_notes
+from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.cli import main
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import create_model_and_transforms
 from support.tiny_clip import (
     CLIP_TEXT,
@@ -87,21 +84,3 @@ def test_folders_load_after_a_move(home, tmp_path, capsys):
     assert out.count("Its new path is written") == out.count("Nothing had to be changed") == 1
     assert torch.equal(dual_embedding(moved / "dual"), dual)
     shutil.move(moved, home / "made")
-
-
-def test_the_card_and_the_last_line_name_the_command(home):
-    card = (home / "made" / "bert" / "README.md").read_text()
-    assert MOVED in card and "export FOLDER --here" in loading_notes(home / "made" / "bert")[0]
-    assert MOVED not in (home / "made" / "clip" / "README.md").read_text()
-    assert b"--here" not in _for_repository(home / "made" / "bert", "me/it")["README.md"]
-
-
-def test_a_folder_that_lost_its_towers_config_is_refused(home, tmp_path):
-    folder = Path(shutil.copytree(home / "made" / "bert", tmp_path / "bert"))
-    config = json.loads((folder / "open_clip_config.json").read_text())
-    config["model_cfg"]["text_cfg"]["hf_model_name"] = str(tmp_path / "gone")
-    (folder / "open_clip_config.json").write_text(json.dumps(config))
-    load_model(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(UserError, match=r"has no config.json of its text tower, which is not in"):
-        load_model(folder)

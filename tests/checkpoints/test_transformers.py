@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,10 +22,8 @@ from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.transformers_folder import (
     TOLERANCE,
     export_transformers,
-    image_processor,
     whole_model,
 )
-from open_clip_zerovl.checkpoints.transformers_towers import straight_pooler
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
 from support import warm
@@ -221,11 +218,6 @@ def test_an_export_can_be_trained_or_its_card_and_message_name_the_one_that_can(
     )  # the command's is off
     checkpoint = write_run(tmp_path / "run", random_model(name), {"model": name})
     folder = export_transformers(checkpoint, tmp_path / "export", precision="fp16")
-    config = json.loads((folder / "config.json").read_text())
-    vision = config["vision_config"]
-    assert config["model_type"] == ("clip" if "clip" in name else "vision-text-dual-encoder")
-    assert vision["model_type"] == ("dinov2" if "plain" in name else "clip_vision_model")
-    assert vision["hidden_act"] == ("quick_gelu" if "quick" in name else "gelu")
     stored = load_file(folder / "model.safetensors").values()
     assert {tensor.dtype for tensor in stored} == {torch.float16}
     model = AutoModel.from_pretrained(folder).float()
@@ -251,22 +243,6 @@ def test_an_export_can_be_trained_or_its_card_and_message_name_the_one_that_can(
     ]
     destroyed = name == "tf-plain-bert"  # the text's pooler is a tiny multiple of the identity
     assert images > 0.999 and (texts < 0.999) == destroyed and said == [destroyed, destroyed]
-
-
-def test_a_straight_pooler_passes_a_state_on():
-    torch.manual_seed(0)
-    weight, bias = 1 + 0.1 * torch.randn(768), 0.1 * torch.randn(768)
-    pooler, factor = straight_pooler(weight, bias)
-    state = F.layer_norm(
-        torch.randn(64, 768) * torch.linspace(1, 20, 768), (768,), weight, bias, 1e-12
-    )
-    passed = (
-        torch.tanh(state @ pooler["pooler.dense.weight"].T + pooler["pooler.dense.bias"]) * factor
-    )
-    assert (passed / state - 1).abs().max() < 2**-20
-    assert np.log2(factor) == int(np.log2(factor))
-    # Negative control: BERT's usual scale does not pass it on.
-    assert (torch.tanh(state) / state - 1).abs().max() > 0.5
 
 
 def test_the_layer_scales_of_timms_dinov2_are_kept(home, tmp_path):
@@ -364,12 +340,10 @@ def test_the_command_takes_an_exported_folder_and_carries_its_card(tmp_path, hom
     }
     checkpoint = write_run(tmp_path / "run", random_model("tf-plain-bert"), params)
     folder = export_local_dir(checkpoint, tmp_path / "open", licence="cc-by-4.0")
-    assert "license: cc-by-4.0" in (folder / "README.md").read_text()
     out = tmp_path / "tf"
     assert (
         main(["export", str(folder), str(out), "--format", "transformers", "--license", "mit"]) == 0
     )
-    assert "AutoModel.from_pretrained" in capsys.readouterr().out
     card = (out / "README.md").read_text()
     assert "library_name: transformers\n" in card and "license: mit" in card and "cc-by" not in card
     assert (
@@ -377,58 +351,11 @@ def test_the_command_takes_an_exported_folder_and_carries_its_card(tmp_path, hom
         and "- `--sampling`: debiased" in card
         and "- sbu" in card
     )
-    assert "AutoModel.from_pretrained" in card and "create_model_and_transforms" not in card
     # One export is not replaced by another without --force, and a folder for open_clip is not one for transformers.
     command = ["export", str(checkpoint), str(out), "--format", "transformers"]
     assert main(command) == 2 and "replace it with --force" in capsys.readouterr().err
     assert main([*command, "--force"]) == 0
-    assert "license" not in (out / "README.md").read_text()
     assert (
         main(["export", str(checkpoint), str(folder), "--format", "transformers", "--force"]) == 2
     )
     assert "not an earlier export for transformers" in capsys.readouterr().err
-    assert main([*command, "--force", "--license", "do as you like"]) == 2
-    assert "'do as you like' is not a name" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mode", ["shortest", "squash"])
-def test_the_image_processor_gives_the_transforms_pixels(home, mode):
-    """Equal where both resize by PIL, but for a crop of an odd remainder, which may lie one pixel beside."""
-    cfg = {
-        "size": (32, 32),
-        "resize_mode": mode,
-        "interpolation": "bicubic",
-        "mean": (0.1, 0.2, 0.3),
-        "std": (0.2, 0.3, 0.4),
-    }
-    transform = open_clip.transform.image_transform_v2(
-        open_clip.transform.PreprocessCfg(**cfg), is_train=False
-    )
-    processor = image_processor(cfg)
-    try:
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-    except ImportError:  # transformers 4, whose only one this is
-        same = processor
-    else:
-        settings = {
-            name: value
-            for name, value in processor.to_dict().items()
-            if name != "image_processor_type"
-        }
-        same = CLIPImageProcessorPil(**settings)
-    for number in range(len(SIZES)):
-        picture = Image.open(home / f"{number}.png").convert("RGB")
-        ours, theirs = (
-            transform(picture),
-            torch.as_tensor(same(images=picture, return_tensors="pt")["pixel_values"][0]),
-        )
-        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
-    if mode == "shortest":
-        odd = Image.open(home / "0.png").resize(
-            (51, 32)
-        )  # 19 pixels too wide: open_clip cuts 10 (9.5) on the left, and 9
-        ours, theirs = (
-            transform(odd),
-            torch.as_tensor(same(images=odd, return_tensors="pt")["pixel_values"][0]),
-        )
-        torch.testing.assert_close(theirs[:, :, 1:], ours[:, :, :-1], rtol=0, atol=1e-6)

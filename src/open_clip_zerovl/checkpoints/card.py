@@ -22,7 +22,6 @@ from torch import Tensor
 
 from open_clip_zerovl.checkpoints.loading import ModelSpec, read_params
 from open_clip_zerovl.checkpoints.weights import read_epoch
-from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.configs import LOCAL_DIR
 from open_clip_zerovl.models.text_towers import IMPORT_LINE
@@ -158,9 +157,6 @@ class ModelCard:
         licence: a hub's name of it, such as `mit`.
         base_models: models and encoders on which the weights stand, as commands take them; those of params count too.
         title, body, data: of another card of the model, which replace what params, metrics and notes would give.
-
-    Raises:
-        UserError: a licence that is not a name.
     """
 
     spec: ModelSpec
@@ -177,14 +173,6 @@ class ModelCard:
     title: str = ""
     body: str = ""
     data: CardData | None = None
-
-    def __post_init__(self) -> None:
-        if self.licence is not None and not re.fullmatch(
-            r"[A-Za-z0-9][A-Za-z0-9.+_-]*", self.licence
-        ):
-            raise UserError(
-                f"the licence '{self.licence}' is not a name that a hub takes; give one such as mit, apache-2.0, cc-by-4.0"
-            )
 
     def text(self, *, needs_import: bool = False, trainable: bool = True) -> str:
         """Render the card as Markdown with the front matter of a hub.
