@@ -50,12 +50,6 @@ def test_features_are_those_before_the_projection(tmp_path: Path, kind: str):
         assert torch.equal(visual(images), expected)
 
 
-
-
-
-
-
-
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert", "clip"])
 def test_a_tower_that_masks_padding_gets_the_longest_of_its_texts_alone(tmp_path: Path, kind: str):
     """Its features are those of the whole context up to rounding; open_clip's own transformer gets its whole context."""
