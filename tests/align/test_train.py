@@ -268,7 +268,7 @@ def test_no_step_waits_for_a_gpu():
         take_step(heads, optimizer, criterion, rows, ids)  # makes the optimizer's state
         with Waits() as waits:
             take_step(heads, optimizer, criterion, rows, ids)
-    assert waits.by_line() == {}
+    assert waits.by_line == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -71,16 +71,14 @@ class Waits(TorchDispatchMode):
         read: the value that a read from the GPU returns.
 
     Attributes:
-        found: how often each (kind, source line) waited.
-        copies: how often each (kind, source line) copied without waiting.
+        by_line: how often each source line waited.
         bytes_to_device: copied from the host to the GPU, waiting or not.
     """
 
     def __init__(self, read: int = 0) -> None:
         super().__init__()
         self.read = read
-        self.found: Counter[tuple[str, str]] = Counter()
-        self.copies: Counter[tuple[str, str]] = Counter()
+        self.by_line: Counter[str] = Counter()
         self.bytes_to_device = 0
 
     def __torch_dispatch__(
@@ -90,7 +88,7 @@ class Waits(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
         if func in READS and on_gpu:
-            self._note("value read")
+            self._note()
         if func is aten.equal.default:
             return True  # of fake tensors nothing else is known; checks of arguments pass
         if func is aten._local_scalar_dense.default:
@@ -113,8 +111,8 @@ class Waits(TorchDispatchMode):
             self._index(args[0], args[1])
         return func(*args, **kwargs)
 
-    def _note(self, kind: str) -> None:
-        self.found[kind, calling_line()] += 1
+    def _note(self) -> None:
+        self.by_line[calling_line()] += 1
 
     def _copy(self, tensor: Tensor, target: torch.device, non_blocking: bool) -> None:
         source = tensor.device
@@ -122,26 +120,15 @@ class Waits(TorchDispatchMode):
             return
         if target.type == "cuda":
             self.bytes_to_device += tensor.nbytes
-        kind = f"copy from {source.type} to {target.type}"
-        if non_blocking and source.type == "cpu":
-            self.copies[kind, calling_line()] += 1
-        else:
-            self._note(kind)
+        if not non_blocking or source.type != "cpu":
+            self._note()
 
     def _index(self, tensor: Tensor, indices: Sequence[Tensor | None]) -> None:
         for index in indices:
-            if tensor.device.type == "cuda" and isinstance(index, Tensor) and index.ndim:
-                if index.device.type == "cpu":
-                    self._note("index on the CPU")
-                elif index.dtype == torch.bool:
-                    self._note("boolean mask")
-
-    def by_line(self) -> dict[str, int]:
-        """Waits of each source line."""
-        lines: Counter[str] = Counter()
-        for (_, line), count in self.found.items():
-            lines[line] += count
-        return dict(lines)
+            if not isinstance(index, Tensor) or not index.ndim or tensor.device.type != "cuda":
+                continue
+            if index.device.type == "cpu" or index.dtype == torch.bool:
+                self._note()
 
 
 class Engine:
@@ -184,7 +171,7 @@ def reached_from(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[FakeTensorMode]:
+def fake_cuda() -> Iterator[FakeTensorMode]:
     """Fake tensors within, where `torch.cuda` answers the calls of a step and autograd's engine is the stub."""
     allocated = [10 * GIB]
 
@@ -199,7 +186,7 @@ def fake_cuda(*, free_gib: int = 100, total_bytes: int = 141 * GIB) -> Iterator[
         "torch.cuda.max_memory_allocated": lambda device=None: allocated[0] + GIB,
         "torch.cuda.reset_peak_memory_stats": lambda device=None: None,
         "torch.cuda.memory_reserved": lambda device=None: allocated[0] + GIB,
-        "torch.cuda.mem_get_info": lambda device=None: (free_gib * GIB, total_bytes),
+        "torch.cuda.mem_get_info": lambda device=None: (100 * GIB, 141 * GIB),
         "torch.cuda.is_bf16_supported": lambda *_, **__: True,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.manual_seed_all": lambda seed: None,
