@@ -299,11 +299,7 @@ class Trainer:
 
 def warn_of_equal_captions(micro_batches: Sequence[MicroBatch]) -> None:
     """Warn if more than half of a batch's captions are equal to another one."""
-    texts = [
-        text.numpy().tobytes()
-        for micro_batch in micro_batches
-        for text in micro_batch[1].flatten(0, -2)
-    ]
+    texts = [text.numpy().tobytes() for micro_batch in micro_batches for text in micro_batch[1]]
     repeated = sum(count for count in Counter(texts).values() if count > 1)
     if 2 * repeated <= len(texts):
         return

@@ -111,8 +111,8 @@ def epoch(names, tmp_path, monkeypatch):
         args = argparse.Namespace(
             device="cuda:0", precision=precision, seed=0, rank=0, local_rank=0, world_size=W, distributed=True, batch_size=B,
             workers=0, skip_scheduler=False, grad_clip_norm=1.0, log_every_n_steps=2, wandb=False,
-            checkpoint_path=str(tmp_path), name="x", model="x", epochs=1, resume=None, save_logs=False, log_local=False, train_num_samples=None,
-            dataset_resampled=False, siglip=siglip,
+            checkpoint_path=str(tmp_path), name="x", model="x", epochs=1, resume=None, save_logs=False, log_local=False,
+            train_num_samples=None, dataset_resampled=False, siglip=siglip,
         )  # fmt: skip
         model = open_clip.create_model(
             names[name], pretrained_text=False, pretrained_image=False, force_patch_dropout=0.25, force_custom_text=True,

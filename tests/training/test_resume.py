@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from training.checkpointing import (
     settings_of,
 )
 from training.params import parse
-from training.stopping import Preemption
 
 EPOCHS = 3
 
@@ -283,15 +281,6 @@ def test_a_resumed_optimizer_takes_the_settings_of_the_command_line_or_says_that
         else "The resumed optimizer keeps the checkpoint's betas (0.9, 0.98), and not (0.9, 0.9), eps 1e-06, and not 0.0001, "
         "weight_decay 0.2, and not 0.0."
     )
-
-
-def test_preemption_is_only_heard_within_its_block():
-    before = signal.getsignal(signal.SIGUSR1)
-    with Preemption() as preemption:
-        assert not preemption.agreed(distributed=False)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert preemption.agreed(distributed=False)
-    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def clip_and_optimizer(divide):
