@@ -8,9 +8,9 @@ import logging
 import pickle
 import re
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import open_clip
 import pytest
 import torch
@@ -19,7 +19,6 @@ from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 from webdataset import autodecode
 from webdataset.autodecode import torch_loads
 
-from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError
 from support.tars import png, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
@@ -35,7 +34,7 @@ OPEN_CLIP = {
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """Three shards of eight samples without a sizes.json, and two tables, all named from the folder that holds them."""
+    """Three shards of eight samples without a sizes.json, and a table, all named from the folder that holds them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for shard in range(3):
@@ -49,8 +48,6 @@ def data(tmp_path, monkeypatch):
     (tmp_path / "here.csv").write_text(
         "filepath,title\n" + "".join(f"p/{n}.png,a cat {n}\n" for n in range(8))
     )
-    (tmp_path / "p" / "beside.tsv").write_text("filepath\ttitle\n" + "0.png\ta cat\n" * 8)
-    (tmp_path / "empty.tsv").write_text("filepath\ttitle\n")
     return tmp_path
 
 
@@ -58,39 +55,20 @@ def check(**given) -> None:
     check_stock_data(Namespace(**{**OPEN_CLIP, **given}), training=True)
 
 
-REFUSED = {
-    "missing shards": (
-        {"train_data": "s/{0..4}.tar"},
-        "2 of 5 shards of --train-data do not exist, first s/3.tar",
-    ),
-    "missing shard to evaluate on": (
-        {"val_data": "s/9.tar"},
-        "1 of 1 shards of --val-data do not exist",
-    ),
-    "folder": ({"train_data": "s"}, "name it to read it as a source: --train-data NAME=s"),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_would_fail_late_is_refused(data, kind):
-    given, words = REFUSED[kind]
-    with pytest.raises(UserError, match=re.escape(words)):
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"train_data": "s/{0..4}.tar"}, "2 of 5 shards of --train-data do not exist, first s/3.tar"),
+        ({"val_data": "s/9.tar"}, "1 of 1 shards of --val-data do not exist"),
+        ({"train_data": "s/0.tar::s/1.tar", "train_data_upsampling_factors": "1::2", "dataset_resampled": True}, None),
+        ({"train_data": "pipe:cat s/0.tar", "dataset_type": "webdataset"}, None),
+        ({"train_data": "s3://bucket/{0..2}.tar"}, None),
+    ],
+)  # fmt: skip
+def test_a_missing_shard_is_refused(data, given, words):
+    """open_clip's pipeline would wait for it for ever."""
+    with nullcontext() if words is None else pytest.raises(UserError, match=re.escape(words)):
         check(**given)
-
-
-def test_what_open_clip_can_read_passes(data):
-    check(train_data="s/{0..2}.tar", train_num_samples=24, workers=3)
-    weighted = {"train_data_upsampling_factors": "1::2", "dataset_resampled": True}
-    check(train_data="s/0.tar::s/1.tar", train_num_samples=8, **weighted)
-    check(train_data="here.csv", val_data="here.csv", csv_separator=",")
-    check(train_data="pipe:cat s/0.tar", dataset_type="webdataset", train_num_samples=8)
-    check(train_data="s3://bucket/{0..2}.tar")
-    check(dataset_type="synthetic")
-    if np.lib.NumpyVersion(np.__version__) < "2.4.0":
-        check(imagenet_val="p")
-    check_stock_data(
-        Namespace(**{**OPEN_CLIP, "train_data": "a=s"}), training=False
-    )  # our mixture's business
 
 
 def test_imagenet_accuracy_that_numpy_refuses_gets_a_sentence(monkeypatch):
@@ -104,33 +82,18 @@ def test_imagenet_accuracy_that_numpy_refuses_gets_a_sentence(monkeypatch):
         UserError, match=r"--imagenet-val .* do not work with numpy .* pip install 'numpy<2.4'"
     ):
         check(imagenet_val="p")
-    check(train_data="here.csv", dataset_type="synthetic")
 
 
 @pytest.fixture
 def run(data, capsys):
     """Run the program on the table; the exit status and its standard error."""
-    for name, width in (("tiny", 24), ("teacher", 40)):
-        config = {"embed_dim": width, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
-        (data / f"{name}.json").write_text(json.dumps(config))
-        open_clip.add_model_config(str(data / f"{name}.json"))
+    config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
+    (data / "tiny.json").write_text(json.dumps(config))
+    open_clip.add_model_config(str(data / "tiny.json"))
 
     def call(*arguments: str, name: str) -> tuple[int, str]:
-        common = [
-            "--model",
-            "tiny",
-            "--device",
-            "cpu",
-            "--precision",
-            "fp32",
-            "--workers",
-            "0",
-            "--epochs",
-            "1",
-        ]
-        status = main(
-            [*common, "--batch-size", "4", "--csv-separator", ",", "--name", name, *arguments]
-        )
+        common = "--model tiny --device cpu --precision fp32 --workers 0 --epochs 1 --batch-size 4"
+        status = main([*common.split(), "--csv-separator", ",", "--name", name, *arguments])
         return status, capsys.readouterr().err
 
     return call
@@ -142,43 +105,10 @@ def test_unnamed_tars_train(run, data):
     assert (data / "logs" / "tars" / "checkpoints" / "epoch_1.pt").exists()
 
 
-def test_the_teacher_of_a_distillation_is_the_model_that_was_named(run, data):
-    torch.manual_seed(0)
-    teacher = open_clip.create_model("teacher")
-    torch.save(teacher.state_dict(), data / "teacher.pt")
-    distill = ["--distill-model", "teacher", "--distill-pretrained", "teacher.pt"]
-    assert run("--train-data", "here.csv", *distill, name="distilled")[0] == 0
-    student = read_state_dict("logs/distilled/checkpoints/epoch_1.pt")
-    assert student["text_projection"].shape[1] == 24  # the teacher's is 40
-    assert "Distill_loss" in (data / "logs" / "distilled" / "out.log").read_text()
-
-
-# The words are open_clip's and torch's own; one of each kind of error that is shown: of Python's RuntimeError, AssertionError,
-# ValueError and TypeError, of torch's sampler, and of a file that is missing before and in a step.
-IN_ITS_WORDS = {
-    "--train-data s/{0..2}.tar": "the number of dataset samples must be specified",
-    "--train-data s/{0..2}.tar --train-num-samples 24 --workers 4": "number of shards must be >= total workers",
-    "--train-data nowhere": "failed for extension nowhere",
-    "--train-data here.csv --aug-cfg scal=(0.6,1.0)": "keyword argument 'scal'",
-    "--train-data empty.tsv --csv-separator \t": "torch: num_samples should be a positive integer",
-    "--train-data there.csv": "there.csv: No such file or directory",
-    "--train-data here.csv --csv-img-key picture": "pandas: KeyError: it lacks 'picture'",
-    "--train-data p/beside.tsv --csv-separator \t": "0.png: No such file or directory",
-}
-
-
-@pytest.mark.parametrize("words", IN_ITS_WORDS)
-def test_what_open_clip_refuses_in_a_sentence_is_shown_as_one(run, data, words):
-    status, said = run(*words.split(" "), name="refused")
-    assert status == 2 and IN_ITS_WORDS[words] in said.splitlines()[-1], said[-300:]
-    assert "Traceback" not in said
-    assert not (data / "logs" / "refused").exists()
-
-
 def test_a_run_that_fails_before_its_first_step_leaves_its_name_free(run, data):
     (data / "p" / "1.png").unlink()
     status, said = run("--train-data", "here.csv", "--batch-size", "8", name="first")
-    assert status == 2 and "p/1.png: No such file or directory" in said
+    assert status == 2 and "p/1.png: No such file or directory" in said and "Traceback" not in said
     assert not (data / "logs" / "first").exists()
     logs = [
         handler.baseFilename
