@@ -17,16 +17,10 @@ from open_clip_train.precision import get_autocast
 
 from open_clip_zerovl.data.sets import retrieval_batches
 from open_clip_zerovl.evaluate.metrics import in_percent, recall_bounds, recalls, retrieval_ranks
-from open_clip_zerovl.evaluate.retrieval import (
-    GallerySet,
-    RetrievalExample,
-    encode_retrieval,
-    evaluating,
-)
+from open_clip_zerovl.evaluate.retrieval import encode_retrieval, evaluating
 from open_clip_zerovl.evaluate.zero_shot import score_labelled
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.recipe.flags import RecipeConfig
-from open_clip_zerovl.report.run import write_examples
 from training.data import EvaluationSets
 from training.log import RunLog, report
 
@@ -90,10 +84,9 @@ def _retrieval(
     epoch: int,
     towers: dict[str, Any],
 ) -> dict[str, float]:
-    """Compute metrics of each retrieval set, recorded with examples."""
+    """Compute metrics of each retrieval set, recorded."""
     scores: dict[str, float] = {}
     recorded: dict[str, dict[str, float]] = {}
-    examples: list[RetrievalExample] = []
     for name, dataset in data.sets.items():
         logging.info(f"Evaluating on the {len(dataset):,} pictures of {name}")
         batches = retrieval_batches(
@@ -104,21 +97,14 @@ def _retrieval(
             num_workers=args.workers,
         )
         features = encode_retrieval(model, batches, tokenizer, **towers)
-        ranks = retrieval_ranks(*features)
-        metrics = recalls(ranks)
+        metrics = recalls(retrieval_ranks(*features))
         captions = dataset.captions(data.captions_per_image)
         texts = [text for image_captions in captions for text in image_captions]
         recorded[name] = {**metrics, **recall_bounds(texts, features[2])}
         scores |= {f"{name}_{key}": value for key, value in metrics.items()}
         words = "\t".join(f"{key}: {value:.4f}" for key, value in metrics.items())
         logging.info(f"Eval Epoch: {epoch} {name} {words}")
-        if args.save_logs:
-            examples += GallerySet(
-                name, captions, dataset.image, *features, ranks, metrics
-            ).examples()
     log.add("retrieval", epoch, metrics=recorded)
-    if args.save_logs:
-        write_examples(Path(args.logs, args.name), epoch, examples)
     return scores
 
 

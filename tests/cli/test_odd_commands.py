@@ -146,7 +146,6 @@ ODD = {
     # where results go
     f"{SCORE} --output file/x.json": r"file/x\.json cannot be written",
     f"{SCORE} --output full": "No space left on device",
-    f"{SCORE} --csv a": r"a cannot be written \(Is a directory\)",
     f"{SCORE} --gallery a": "cannot be written",
     f"{SCORE} --gallery file/x.html": "cannot be written",
     f"{PROBE} file": "file cannot be written",

@@ -65,12 +65,6 @@ def test_the_fifth_that_chooses_c_holds_a_fifth_of_each_class():
         stratified_fifth(np.arange(8), 0)
 
 
-def test_confusions_of_a_small_table():
-    scores = torch.eye(6)[torch.tensor([0, 0, 1, 1, 1, 2])]
-    found = accuracies(scores, torch.tensor([0, 0, 1, 2, 2, 2]), list("abcdef"))
-    assert found["most_confused"] == [{"class": "c", "guess": "b", "count": 2, "of": 3}]
-
-
 def test_the_middle_of_equally_good_cs_is_taken():
     """Any C separates the classes; with the smallest the fit itself is next to nothing."""
     assert middle_of_best({1e-5: 1.0, 1.0: 1.0}) == 1e-5

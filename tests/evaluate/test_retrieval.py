@@ -1,9 +1,8 @@
-"""`zerovl retrieval`: encoding, one model or several on the same pairs, over ranks, and its files: JSON, CSV, the gallery."""
+"""`zerovl retrieval`: encoding, one model or several on the same pairs, over ranks, and its files: JSON, the gallery."""
 
 from __future__ import annotations
 
 import base64
-import csv
 import io
 import json
 import os
@@ -33,7 +32,12 @@ from open_clip_zerovl.evaluate.metrics import (
     retrieval_metrics,
     rsum_over_pictures,
 )
-from open_clip_zerovl.evaluate.retrieval import GallerySet, encode_retrieval, rsum_difference
+from open_clip_zerovl.evaluate.retrieval import (
+    GallerySet,
+    encode_retrieval,
+    gallery_of,
+    rsum_difference,
+)
 from support.scoring import COUNTS, score_checkpoint
 from support.tiny_clip import write_retrieval_set
 
@@ -141,33 +145,27 @@ def test_the_difference_is_that_of_rsum_and_its_interval_is_paired():
     assert same == {"difference": 0, "low": 0, "high": 0}
 
 
-# -- examples --------------------------------------------------------------------------------------------------------
+# -- the gallery -----------------------------------------------------------------------------------------------------
 
 
-def grey_pictures(images, texts, captions) -> GallerySet:
-    """A set of pictures that are grey by their number, one caption each."""
-    links = torch.arange(len(texts))
-    captions_of = [[caption] for caption in captions]
-    return GallerySet.scored(
-        "s", captions_of, lambda n: Image.new("L", (9, 9), n), (images, texts, links)
-    )
-
-
-def test_examples_hold_the_best_pictures_and_the_rank(monkeypatch):
-    """A picture with the same caption is right, and the rank is that of the caption's own picture."""
+def test_a_picture_with_the_same_caption_is_right(monkeypatch):
+    """The best come first, and a query that has found another picture with its caption is no miss."""
     monkeypatch.setattr(retrieval, "thumbnail", lambda image: image.getpixel((0, 0)))
-    texts = F.normalize(torch.randn(12, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
-    shifted = texts.roll(1, dims=0)  # picture i matches caption i - 1
-    bad = grey_pictures(shifted, texts, [f"caption {n}" for n in range(12)]).example(4, 3)
-    scores = shifted @ texts[4]
-    assert bad.rank == 1 + int((scores > scores[4]).sum()) > 1
-    assert bad.top[0] == (int(scores.argmax()), False)
+    monkeypatch.setattr(retrieval, "MISSED_BEYOND", 1)
     images = torch.eye(4)
     texts = images[[1, 1, 2, 0]]  # the model finds picture 1 for "a person"; its own is picture 0
-    shown = grey_pictures(images, texts, ["a person", "a person", "a dog", "a cat"])
-    person, cat = shown.example(0, 2), shown.example(3, 2)
-    assert person.top == [(1, True), (0, True)] and (person.target, person.rank) == (0, 2)
-    assert [right for _, right in cat.top] == [False, False]
+    captions = [[caption] for caption in ("a person", "a person", "a dog", "a cat")]
+    shown = GallerySet.scored(
+        "s", captions, lambda n: Image.new("L", (9, 9), n), (images, texts, torch.arange(4))
+    )
+    hits, misses, *_ = gallery_of([shown])["sections"][0]["parts"]
+    assert [(card["words"], card["picture"], card["top"]) for card in hits["cards"]] == [
+        ("a person", 1, [(1, True)]), ("a dog", 2, [(2, True)])
+    ]  # fmt: skip
+    assert [(card["words"], card["picture"], card["top"]) for card in misses["cards"]] == [
+        ("a cat", 3, [(0, False)])
+    ]
+    assert (misses["found"], misses["of"]) == (2, 4)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -177,11 +175,11 @@ def test_the_command_shows_models_side_by_side(tmp_path, clip_runs, export, sets
     """Also a folder beside a checkpoint; a model against itself does not differ."""
     write_retrieval_set(tmp_path / "b", [2] * 12)
     data = f"coco={sets / 'dataset_coco.json'}@{sets / 'coco'}::b={tmp_path / 'b'}"
-    files = {name: tmp_path / f"out/o.{name}" for name in ("json", "csv", "html")}
+    files = {name: tmp_path / f"out/o.{name}" for name in ("json", "html")}
     more = ["--data", data, "--device=cpu", "--workers=1", f"--output={files['json']}"]
     models = [f"one={clip_runs[0]}", f"two={clip_runs[1]}", f"again={clip_runs[0]}", str(export)]
-    kept = [f"--csv={files['csv']}", f"--gallery={files['html']}"]
-    assert main(["retrieval", *models, *more, *kept]) == 0
+    more += [f"--gallery={files['html']}"]
+    assert main(["retrieval", *models, *more]) == 0
     printed = capsys.readouterr().out
     assert "b, two" in printed and "two - one" in printed and "Another seed of training" in printed
     report = json.loads(files["json"].read_text())
@@ -191,11 +189,8 @@ def test_the_command_shows_models_side_by_side(tmp_path, clip_runs, export, sets
     assert report["models"]["one"]["captions_per_image"] == 5
     rsum = {name: model["results"]["coco"]["rsum"] for name, model in report["models"].items()}
     assert differences["coco"]["two"]["difference"] == pytest.approx(rsum["two"] - rsum["one"])
-    rows = list(csv.DictReader(files["csv"].open()))
-    names = [(row["set"], row["model"]) for row in rows[:3]]
-    assert names == [("coco", clip_runs[0]), ("b", clip_runs[0]), ("coco", clip_runs[1])]
     # Each model has its own scores: those of a call with it alone.
-    assert main(["retrieval", clip_runs[1], *more, *kept]) == 0
+    assert main(["retrieval", clip_runs[1], *more]) == 0
     printed = capsys.readouterr().out.splitlines()
     results = json.loads(files["json"].read_text())["results"]
     coco = results["coco"]
@@ -204,8 +199,6 @@ def test_the_command_shows_models_side_by_side(tmp_path, clip_runs, export, sets
     cells = ["coco", "13", f"{coco['captions']}", f"{100 * coco['image_to_text_R@1']:.1f}"]
     assert printed[1].split()[:4] == cells
     assert printed[1].split()[-2:] == [f"{coco['rsum']:.1f}", f"{coco['rsum_chance']:.1f}"]
-    (row, _) = csv.DictReader(files["csv"].open())
-    assert all(float(row[name]) == pytest.approx(value) for name, value in coco.items())
     check_gallery(files["html"].read_text(), coco)
 
 

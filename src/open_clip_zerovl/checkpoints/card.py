@@ -182,7 +182,7 @@ class ModelCard:
             trainable: an optimizer can go on from the folder's weights.
         """
         params, metrics = self.params or {}, self.metrics or {}
-        name = _public(self.spec.name)
+        name = public_name(self.spec.name)
         title = self.title or (f"{params['name']} ({name})" if params.get("name") else name)
         scores = _scores(metrics)
         front = ModelCardData(
@@ -301,7 +301,7 @@ def folder_card(
         rf"^# (.+)$.*?^(.*?) ?It loads in .*?^{_MODEL}$\n(.*)", text, re.MULTILINE | re.DOTALL
     )
     if parts is None:
-        origin = f"Made from {_public(spec.name)}, a model of open_clip."
+        origin = f"Made from {public_name(spec.name)}, a model of open_clip."
         return ModelCard(spec, weights, origin, base_models=[str(folder)], **options)
     body = parts[3].rstrip("\n")
     return ModelCard(
@@ -332,9 +332,15 @@ def read_results(file: Path) -> dict[int, dict[str, float]]:
     return results
 
 
-def _public(name: str) -> str:
-    """Return the model's name without the path of a local folder."""
-    return Path(name.partition(":")[2]).name if name.startswith("local-dir:") else name
+def public_name(name: str) -> str:
+    """Return a model's name without the folders above it.
+
+    For a checkpoint the names of its run and its file.
+    """
+    path = Path(name.removeprefix(LOCAL_DIR))
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}/{path.name}"
+    return path.name if name.startswith(LOCAL_DIR) or path.exists() else name
 
 
 def _model_facts(spec: ModelSpec, weights: Mapping[str, Tensor]) -> list[tuple[str, str]]:

@@ -27,15 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_zerovl.checkpoints.card import ModelCard, run_facts
+from open_clip_zerovl.checkpoints.card import ModelCard, public_name, run_facts
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.checkpoints.export import PROBE_TEXTS, write_local_dir
 from open_clip_zerovl.checkpoints.loading import (
     NOT_OF_FUNCTION,
     OF_FILES,
     ModelSpec,
-    Preprocess,
-    Tokenizer,
     complete_config,
     first_difference,
 )
@@ -46,7 +44,7 @@ from open_clip_zerovl.evaluate.metrics import DIRECTIONS, RECALL_KS
 from open_clip_zerovl.evaluate.retrieval import Loaded, score_set
 from open_clip_zerovl.evaluate.settings import CurveFlags, RetrievalSettings
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet, score_loaded
-from open_clip_zerovl.models.configs import TRAINED_ON, ClipModel
+from open_clip_zerovl.models.configs import TRAINED_ON
 from open_clip_zerovl.report.pages import (
     FAINT,
     SOURCE_COLOURS,
@@ -66,17 +64,13 @@ class Ends:
     Attributes:
         names: how A and B were named.
         spec: A's.
-        model: built once; `at` fills it with weights.
-        preprocess, tokenizer, device: A's, which are B's too.
+        loaded: A with transform, tokenizer and device, which are B's too; `at` fills it with weights.
         before, after: weights of A and of B, on the CPU.
     """
 
     names: tuple[str, str]
     spec: ModelSpec
-    model: ClipModel
-    preprocess: Preprocess
-    tokenizer: Tokenizer
-    device: torch.device
+    loaded: Loaded
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
 
@@ -89,8 +83,8 @@ class Ends:
 
         The next call changes it.
         """
-        self.model.load_state_dict(self.weights(alpha))
-        return self.model.eval(), self.preprocess, self.tokenizer, self.device
+        self.loaded[0].load_state_dict(self.weights(alpha))
+        return self.loaded
 
 
 def open_ends(before: Encoder, after: Encoder) -> Ends:
@@ -104,7 +98,8 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
     names = before.model, after.model
     configs = [complete_config(spec.model_cfg) for spec in specs]
     _require_same(names, "model_cfg", configs[0], configs[1], NOT_OF_FUNCTION)
-    model, preprocess, tokenizer, device = before.load()
+    loaded = before.load()
+    model, _, tokenizer, _ = loaded
     other, _, other_tokenizer, _ = after.load()
     # Compare the built models: a config leaves out values that the model fills in, such as the size of its pictures.
     transforms: list[Any] = [each.visual.preprocess_cfg for each in (model, other)]
@@ -126,7 +121,7 @@ def open_ends(before: Encoder, after: Encoder) -> Ends:
                 f"the tokenizers of {names[0]} and {names[1]} read {text[:20]!r} differently: their text towers are "
                 "not of one kind; give two checkpoints of one model"
             )
-    return Ends(names, specs[0], model, preprocess, tokenizer, device, weights[0], weights[1])
+    return Ends(names, specs[0], loaded, *weights)
 
 
 def weights_between(
@@ -508,7 +503,7 @@ def write_between(
     """
     alpha = curve.chosen.alpha
     weights = ends.weights(alpha)
-    before, after = (_public(name) for name in ends.names)
+    before, after = (public_name(name) for name in ends.names)
     card = ModelCard(
         ends.spec,
         weights,
@@ -534,14 +529,3 @@ def write_between(
     return write_local_dir(
         origin, weights, ends.spec, out, card=card, force=True, extra_files=extra_files
     )
-
-
-def _public(name: str) -> str:
-    """Return a model's name without the folders above it.
-
-    For a checkpoint the names of its run and its file.
-    """
-    path = Path(name.removeprefix("local-dir:"))
-    if path.parent.name == "checkpoints":
-        return f"{path.parent.parent.name}/{path.name}"
-    return path.name if path.exists() else name

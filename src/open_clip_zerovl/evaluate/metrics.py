@@ -302,8 +302,8 @@ def accuracies(
 
     Returns:
         `images`, `top1`, `top1_interval` (95 %, over pictures), `top5` with more than five classes, `mean_per_class` (over the
-        classes that occur), `chance` (1/C), `commonest` (the top-1 of always naming the commonest class), `per_class`: name
-        -> `images`, `top1`, `top1_interval`, and `most_confused`: the 20 most frequent errors.
+        classes that occur), `chance` (1/C), `commonest` (the top-1 of always naming the commonest class), and `per_class`:
+        name -> `images`, `top1`, `top1_interval`.
 
     Raises:
         UserError: scores that are not finite.
@@ -324,7 +324,6 @@ def accuracies(
             names[index]: {"images": len(class_rows), **_share(class_rows)}
             for index, class_rows in rows.items()
         },
-        "most_confused": _most_confused(scores, targets, names),
     }
 
 
@@ -385,25 +384,6 @@ def in_percent(metrics: Mapping[str, Any]) -> str:
     """Write top-1 of `accuracies` with its interval: `52.0 [45.1 to 58.8]`."""
     low, high = metrics["top1_interval"]
     return f"{100 * metrics['top1']:.1f} [{100 * low:.1f} to {100 * high:.1f}]"
-
-
-def _most_confused(scores: Tensor, targets: Tensor, names: Sequence[Any]) -> list[dict[str, Any]]:
-    """List the 20 most frequent errors: `class`, `guess`, `count`, and `of` how many images of the class."""
-    classes = scores.shape[1]
-    places = torch.bincount(targets * classes + scores.argmax(dim=1), minlength=classes**2)
-    counts = places.reshape(classes, classes).numpy()  # row the class, column the guess
-    wrong = counts - np.diag(np.diag(counts))
-    order = np.argsort(wrong, axis=None, kind="stable")[::-1][:20]
-    return [
-        {
-            "class": names[row],
-            "guess": names[column],
-            "count": int(wrong[row, column]),
-            "of": int(counts[row].sum()),
-        }
-        for row, column in zip(*np.unravel_index(order, counts.shape), strict=True)
-        if wrong[row, column] > 0
-    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

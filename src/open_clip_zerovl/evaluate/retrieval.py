@@ -9,8 +9,6 @@ of those nor one with the same caption is among the ten best. The queries shown 
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,32 +51,6 @@ from open_clip_zerovl.models.configs import ClipModel
 from open_clip_zerovl.report.pages import thumbnail, write_page
 from open_clip_zerovl.report.tables import Scores, text_table
 from open_clip_zerovl.report.verdicts import bounds_remarks
-
-
-@dataclass(frozen=True)
-class RetrievalExample:
-    """A caption as query.
-
-    Attributes:
-        query, source: the caption, and the set that it is of.
-        target: its own picture, as a data URI.
-        top: the best pictures, each with whether the query is its caption, also where other pictures have it too.
-        rank: the rank of its own picture, from 1.
-    """
-
-    query: str
-    source: str
-    target: str
-    top: Sequence[tuple[str, bool]]
-    rank: int
-
-
-def _best_of(scores: Tensor, k: int) -> list[int]:
-    """Find the indices of the k largest scores, best first.
-
-    Equal scores keep their order.
-    """
-    return torch.argsort(scores, descending=True, stable=True)[:k].tolist()
 
 
 def spread(positions: Sequence[Any], count: int) -> list[Any]:
@@ -140,21 +112,6 @@ class GallerySet:
     def captions(self) -> list[str]:
         """Read the captions (T,)."""
         return [caption for image_captions in self.captions_of for caption in image_captions]
-
-    def examples(self) -> list[RetrievalExample]:
-        """Choose some captions, spread evenly over the set, with their best pictures."""
-        return [self.example(query, BEST) for query in spread(range(len(self.text_to_image)), 6)]
-
-    def example(self, query: int, k: int) -> RetrievalExample:
-        """Rank the pictures for a caption, in float64 and rounded as for the metrics, so that equal features tie."""
-        words, target = self.captions[query], int(self.text_to_image[query])
-        scores = (self.image_features.double() @ self.text_features[query].double()).float()
-        top = [
-            (thumbnail(self.read_image(image)), words in self.captions_of[image])
-            for image in _best_of(scores, k)
-        ]
-        rank = 1 + int((scores > scores[target]).sum())
-        return RetrievalExample(words, self.name, thumbnail(self.read_image(target)), top, rank)
 
 
 def write_gallery(path: str | os.PathLike[str], sets: Sequence[GallerySet], *, model: str) -> Path:
@@ -220,20 +177,29 @@ def _part(shown: GallerySet, way: str, kind: str) -> dict[str, Any]:
 
 def _caption(shown: GallerySet, query: int) -> dict[str, Any]:
     """Describe a caption with its ten best pictures, (picture, whether the caption is its own), and its own picture."""
-    example = shown.example(query, MISSED_BEYOND)
-    return {"words": example.query, "picture": example.target, "top": example.top}
+    words, target = shown.captions[query], int(shown.text_to_image[query])
+    top = [
+        (thumbnail(shown.read_image(image)), words in shown.captions_of[image])
+        for image in _best_of(shown.image_features, shown.text_features[query])
+    ]
+    return {"words": words, "picture": thumbnail(shown.read_image(target)), "top": top}
 
 
 def _picture(shown: GallerySet, query: int) -> dict[str, Any]:
     """Describe a picture with its ten best captions, (caption, whether it is its own), and its own captions."""
-    scores = shown.text_features.double() @ shown.image_features[query].double()
     captions = shown.captions_of[query]
-    top = [shown.captions[text] for text in _best_of(scores.float(), MISSED_BEYOND)]
-    return {
-        "words": "; ".join(captions),
-        "picture": thumbnail(shown.read_image(query)),
-        "top": [(caption, caption in captions) for caption in top],
-    }
+    best = _best_of(shown.text_features, shown.image_features[query])
+    top = [(shown.captions[text], shown.captions[text] in captions) for text in best]
+    return {"words": "; ".join(captions), "picture": thumbnail(shown.read_image(query)), "top": top}
+
+
+def _best_of(features: Tensor, query: Tensor) -> list[int]:
+    """List the best of some features (n, D) for a query (D,), in float64 and rounded as for the metrics.
+
+    Ties keep their order.
+    """
+    scores = (features.double() @ query.double()).float()
+    return torch.argsort(scores, descending=True, stable=True)[:MISSED_BEYOND].tolist()
 
 
 def _rank(ranks: QueryRanks, query: int) -> str:
@@ -371,8 +337,6 @@ def run_retrieval(
         report = {"models": reports, "rsum_differences_from_the_first": differences}
     if files.json is not None:
         write_atomically(files.json, json.dumps(report, indent=2) + "\n")
-    if files.csv is not None:
-        write_csv(files.csv, [*reports.values()])
     if files.gallery is not None:
         pictured = [replace(of_set, name=name) for name, of_set in shown.items()]
         text += f"\nGallery: {write_gallery(files.gallery, pictured, model=', '.join(models))}"
@@ -590,25 +554,3 @@ def _format_differences(
     ]
     note = "In brackets: 95 % over the pictures of a set. Another seed of training may turn a difference."
     return f"{text_table(header, rows)}\n{note}"
-
-
-def write_csv(path: str | os.PathLike[str], reports: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table of one row a model and set: the settings, recalls as shares in [0, 1], RSUM in percent points.
-
-    Args:
-        reports: for each model its settings, which are columns, and its results.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    rows = [
-        {"set": name, **report, "captions_per_image": report["captions_per_image"] or "all", **row}
-        for report in reports
-        for name, row in report["results"].items()
-    ]
-    columns = [name for name in rows[0] if name != "results"]
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue())

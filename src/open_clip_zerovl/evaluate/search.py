@@ -239,10 +239,7 @@ class Searcher:
     ) -> None:
         self.name, self.collection = name, collection
         cache = cache or user_cache("zerovl") / "search"
-        try:
-            check_writable(cache, folder=True)
-        except UserError as error:  # as under a HOME that nobody may write
-            raise UserError(f"{error}; give a folder for the embeddings with --cache") from error
+        check_writable(cache, folder=True)
         self.model = FrozenModel.load(encoder)
         in_files = collection.shards is None
         pictures: Parts = _files(collection) if in_files else _Shards(collection)

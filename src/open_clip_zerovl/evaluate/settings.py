@@ -46,16 +46,13 @@ class RetrievalFiles:
     json: Path | None = flag(
         None, "also write the metrics as JSON", option="--output", metavar="FILE.json"
     )
-    csv: Path | None = flag(
-        None, "also write the metrics as CSV, one line a set", metavar="FILE.csv"
-    )
     gallery: Path | None = flag(
         None, "also show hits and misses as one HTML page", metavar="FILE.html"
     )
 
     def check(self) -> None:
         """Refuse files that cannot be written."""
-        for path in (self.json, self.csv, self.gallery):
+        for path in (self.json, self.gallery):
             if path is not None:
                 check_writable(path)
 

@@ -1,4 +1,4 @@
-"""`record.jsonl` in a run's folder: the course of a training, one JSON object a line; `examples.json`: its last retrievals.
+"""`record.jsonl` in a run's folder: the course of a training, one JSON object a line.
 
     kind        when                                   besides `kind`, `at` and `time`
     start       a process begins or continues            settings, sources, model, batch
@@ -25,13 +25,12 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from open_clip_zerovl.core.files import read_json, reading, write_atomically
+from open_clip_zerovl.core.files import reading, write_atomically
 from open_clip_zerovl.report.pages import (
     FAINT,
     INK,
@@ -46,14 +45,13 @@ from open_clip_zerovl.report.pages import (
     new_figure,
     plain_axes,
     png_bytes,
-    thumbnail,
     write_page,
 )
 from open_clip_zerovl.report.verdicts import LOW_BEST, SHARED_CAPTIONS, bounds_remarks
 
 log = logging.getLogger(__name__)
 
-RECORD, EXAMPLES = "record.jsonl", "examples.json"
+RECORD = "record.jsonl"
 _SAME = 1e-9  # positions closer than this are the same one, computed in two ways
 _KINDS = ("start", "step", "retrieval", "zero-shot", "lost", "end")
 
@@ -105,16 +103,6 @@ def read_record(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]
         kind: sorted(entries.values(), key=lambda line: line["at"])
         for kind, entries in lines_by_kind.items()
     }
-
-
-def write_examples(folder: str | os.PathLike[str], epoch: int, examples: Sequence[Any]) -> None:
-    """Write the retrieval examples of an evaluation in place of earlier ones.
-
-    Args:
-        examples: result of `GallerySet.examples`.
-    """
-    content = {"epoch": epoch, "examples": [asdict(example) for example in examples]}
-    write_atomically(Path(folder) / EXAMPLES, json.dumps(content, default=thumbnail))
 
 
 def _as_line(line: Mapping[str, Any]) -> str:
@@ -311,9 +299,6 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
             [*sources, *(name for line in [*evaluations, *labelled] for name in line["metrics"])],
             SOURCE_COLOURS,
         )
-        file, shown = folder / EXAMPLES, {"epoch": 0, "examples": []}
-        if file.exists():
-            shown = read_json(file, "delete it to get the page without examples")
         return write_page(
             folder / PAGE,
             "run.html",
@@ -336,8 +321,6 @@ def write_run_page(folder: str | os.PathLike[str]) -> Path:
             and evaluation_picture(labelled, colours, "top1", "zero-shot top-1, %", 100),
             evaluated=_best_and_last(evaluations),
             loss_words=_loss_at_end(steps, number(start.get("loss_at_chance"))),
-            examples_epoch=shown["epoch"],
-            examples=shown["examples"],
             data=_data(sources, record["lost"]),
             settings=[
                 (f"--{key.replace('_', '-')}", value)
