@@ -2,6 +2,7 @@
 
 import ast
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -69,35 +70,21 @@ def arrows(known: dict[str, frozenset[str]]) -> set[tuple[str, str]]:
 
 
 def faults(known: dict[str, frozenset[str]]) -> list[str]:
-    """Broken rules, as sentences."""
-    edges = arrows(known)
-    rooms = [(module, target, room_of(module), room_of(target)) for module, target in sorted(edges)]
-    return [
+    """Broken rules, as sentences; of circles the first."""
+    edges = sorted(arrows(known))
+    rooms = [(module, target, room_of(module), room_of(target)) for module, target in edges]
+    found = [
         f"{module} imports {target}: the room {there} does not stand below {here}"
         for module, target, here, there in rooms
         if here not in (there, "") and LEVEL[there] >= LEVEL[here]
-    ] + [
-        f"modules import each other in a circle: {' -> '.join(circle)}" for circle in circles(edges)
     ]
-
-
-def circles(edges: set[tuple[str, str]]) -> list[list[str]]:
-    """Circles in a graph, one for each that a depth-first walk meets."""
-    follows: dict[str, list[str]] = {}
-    for start, end in sorted(edges):
-        follows.setdefault(start, []).append(end)
-    found, done = [], set()
-
-    def walk(node: str, path: list[str]) -> None:
-        if node in path:
-            found.append([*path[path.index(node) :], node])
-        elif node not in done:
-            for target in follows.get(node, ()):
-                walk(target, [*path, node])
-            done.add(node)
-
-    for node in list(follows):
-        walk(node, [])
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for module, target in edges:
+        order.add(module, target)
+    try:
+        order.prepare()
+    except CycleError as error:
+        found.append(f"modules import each other in a circle: {' <- '.join(error.args[1])}")
     return found
 
 
