@@ -23,12 +23,10 @@ def drawn(
     /,
     *,
     out: A[Path, "folder to write", "DIR"],
-    px: A[int, "side of the pictures in pixels"] = 64,
-    seed: A[int, "seed of the split"] = 0,
     pairs: A[Path | None, "write the training pairs as DIR/pairs.csv and pictures", "DIR"] = None,
 ) -> None:
     """Make the data of the demo."""
-    prepare_emoji(out, px=px, seed=seed)
+    prepare_emoji(out)
     if pairs is not None:
         count = write_pairs(out, pairs)
         print(f"{count:,} pairs are in {pairs / 'pairs.csv'}")

@@ -28,7 +28,6 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from open_clip_zerovl.core.errors import UserError
 from scripts.drawn.packages import NpmPackage, read_npm_package
 
 SPLITS = ("test", "val")
@@ -195,16 +194,9 @@ def rasterise(svg: str, px: int) -> bytes:
     """Draw an SVG document on a white square, px x px, RGB, as PNG bytes.
 
     A drawing that is not square (a flag) keeps its proportions and gets white margins.
-
-    Raises:
-        UserError: `resvg-py` is not installed, or the document has neither a viewBox nor a size.
     """
-    try:
-        import resvg_py  # an extra's dependency: only the demo's data needs it
-    except ImportError as error:
-        raise UserError(
-            "Drawing SVG pictures needs the package resvg-py: `pip install resvg-py`."
-        ) from error
+    import resvg_py  # an extra's dependency: only the demo's data needs it
+
     png = resvg_py.svg_to_bytes(
         svg_string=_square(svg), width=px, height=px, background="#ffffff", skip_system_fonts=True
     )
@@ -222,27 +214,18 @@ def is_blank(png: bytes) -> bool:
 
 def _square(svg: str) -> str:
     """Give the document a square viewBox around the drawing, and no width and height."""
-    found = re.search(r"<svg\b[^>]*>", svg)
-    if found is None:
-        raise UserError(f"This is not an SVG document: {svg[:80]!r}.")
-    attributes = dict(re.findall(r'\b(viewBox|width|height)="([^"]*)"', found[0]))
+    begin, end = re.search(r"<svg\b[^>]*>", svg).span()  # type: ignore[union-attr]
+    attributes = dict(re.findall(r'\b(viewBox|width|height)="([^"]*)"', svg[begin:end]))
     if "viewBox" in attributes:
-        left, top, width, height = (
-            float(x) for x in re.split(r"[\s,]+", attributes["viewBox"].strip())
-        )
-    elif attributes.keys() >= {"width", "height"}:
-        left, top, width, height = (
-            0.0,
-            0.0,
-            *(float(attributes[k].removesuffix("px")) for k in ("width", "height")),
-        )
+        box = re.split(r"[\s,]+", attributes["viewBox"].strip())
     else:
-        raise UserError(f"The SVG drawing has neither a viewBox nor a size: {found[0][:80]!r}.")
+        box = ["0", "0", *(attributes[key].removesuffix("px") for key in ("width", "height"))]
+    left, top, width, height = map(float, box)
     side = max(width, height)
     view_box = f"{left - (side - width) / 2:g} {top - (side - height) / 2:g} {side:g} {side:g}"
-    tag = re.sub(r'\s(?:viewBox|width|height|preserveAspectRatio)="[^"]*"', "", found[0])
+    tag = re.sub(r'\s(?:viewBox|width|height|preserveAspectRatio)="[^"]*"', "", svg[begin:end])
     tag = f'<svg viewBox="{view_box}"{tag[len("<svg") :]}'
-    return svg[: found.start()] + tag + svg[found.end() :]
+    return svg[:begin] + tag + svg[end:]
 
 
 def iconify_svg(icons: Mapping[str, Any], name: str) -> str:
@@ -278,21 +261,13 @@ def split_concepts(
     the smallest source first; where they run out, a source takes concepts that only some sources have.
 
     The result depends on the arguments only, not on the order of the mappings.
-
-    Raises:
-        UserError: the sources do not hold enough concepts.
     """
     sources = sorted(concepts, key=lambda source: (len(concepts[source]), source))
     shared = set.intersection(*(set(concepts[source]) for source in sources))
     rng = np.random.default_rng(seed)
     order = [str(c) for c in rng.permutation(sorted(shared))]
     others = [str(c) for c in rng.permutation(sorted(set().union(*concepts.values()) - shared))]
-    wanted = held_out_per_source * len(sources)
-    if len(order) < wanted:
-        raise UserError(
-            f"The test set needs {wanted} concepts that all sources have, and there are {len(order)}: "
-            "lower held_out_per_source."
-        )
+    assert len(order) >= held_out_per_source * len(sources), "too few concepts that all sources have"
     split: Split = {"test": {}, "val": {}}
     for name in SPLITS:
         for source in sources:
@@ -304,11 +279,7 @@ def split_concepts(
                 for c in others
                 if c in concepts[source] and sum(c in concepts[s] for s in sources) > 1
             ][:missing]
-            if len(extra) < missing:
-                raise UserError(
-                    f"The {name} set needs {held_out_per_source} concepts of {source} that another source has too, "
-                    f"and there are {len(chosen) + len(extra)} left: lower held_out_per_source."
-                )
+            assert len(extra) == missing, f"too few concepts to hold out of {source}"
             others = [c for c in others if c not in extra]
             split[name][source] = sorted(chosen + extra)
     return split

@@ -70,8 +70,7 @@ def prepare_emoji(
         vocab_size: entries of the text tower's vocabulary, at most.
 
     Raises:
-        UserError: a folder that holds other things, no npm, a package that cannot be fetched, or too few concepts for
-            the split.
+        UserError: a folder that holds other things, no npm, or a package that cannot be fetched.
     """
     out = Path(out)
     settings = [px, seed, shard_size, held_out_per_source, vocab_size]
@@ -199,12 +198,8 @@ def write_bert(
     captions: Iterable[str],
     *,
     vocab_size: int = 2048,
-    width: int = 96,
-    layers: int = 2,
-    heads: int = 4,
-    max_positions: int = 64,
-) -> int:
-    """Train a vocabulary on captions, and write it with the configuration of a BERT of the given size.
+) -> None:
+    """Train a vocabulary on captions, and write it with the configuration of a small BERT.
 
     The same captions in the same order give the same files. Captions are lower-cased and lose their accents.
 
@@ -212,32 +207,22 @@ def write_bert(
         folder: the folder of the files.
         captions: captions of the training set; held-out captions must not influence the vocabulary.
         vocab_size: entries of the vocabulary, at most, special tokens included.
-        width: hidden width; the feed-forward layers are four times as wide.
-        layers, heads: layers of the Transformer, heads of each.
-        max_positions: the longest context, in tokens.
-
-    Returns:
-        The size of the vocabulary.
-
-    Raises:
-        UserError: a vocabulary too small for the alphabet.
     """
     vocabulary = _train_vocabulary(list(captions), vocab_size)
     config = {
         "model_type": "bert",
         "vocab_size": len(vocabulary),
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-        "max_position_embeddings": max_positions,
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 384,
+        "max_position_embeddings": 64,
     }
-    tokenizer = {"tokenizer_class": "BertTokenizer", "model_max_length": max_positions}
+    tokenizer = {"tokenizer_class": "BertTokenizer", "model_max_length": 64}
     folder = Path(folder)
     write_atomically(folder / "vocab.txt", "".join(f"{piece}\n" for piece in vocabulary))
     write_atomically(folder / "tokenizer_config.json", json.dumps(tokenizer, indent=2) + "\n")
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    return len(vocabulary)
 
 
 def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
@@ -259,11 +244,6 @@ def _train_vocabulary(captions: list[str], vocab_size: int) -> list[str]:
         *sorted(letters),
         *(_PREFIX + letter for letter in sorted(letters) if letter.isalnum()),
     ]
-    smallest = len(SPECIAL_TOKENS) + len(alphabet)
-    if vocab_size < smallest:
-        raise UserError(
-            f"A vocabulary of {vocab_size} is too small for these captions: take at least {smallest}."
-        )
     fixed = [*SPECIAL_TOKENS, *alphabet]
     trainer = WordPieceTrainer(
         vocab_size=vocab_size,

@@ -4,14 +4,11 @@ Nothing timed is asserted: times are for a quiet machine and a report.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from open_clip.factory import get_model_config
-from transformers import BertConfig
 
-from scripts.bench import harness, step
+from scripts.bench import step
 from scripts.bench.harness import PeakBytes
 
 pytestmark = pytest.mark.slow  # runs the benchmark's program
@@ -30,20 +27,6 @@ def rows(tmp_path_factory):
     return {(row["steps"], row["way"]): row for row in results["rows"]}, out.with_suffix(
         ".md"
     ).read_text()
-
-
-def test_every_way_has_a_row(rows):
-    found, markdown = rows
-    alone = {"plain micro-batches", "their forward passes alone", "one graph", "ours, retain 1"}
-    several = {
-        "open_clip --accum-freq",
-        "two-pass (GradCache)",
-        "ours, retain 2",
-        "ours, retain auto",
-    }
-    several |= {"ours, retain 1, texts sorted"}
-    assert found.keys() == {(1, way) for way in alone} | {(STEPS, way) for way in alone | several}
-    assert all(way in markdown for way in alone | several)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +79,3 @@ def test_peak_counts_what_is_alive_at_once():
             b = a + 1
             del a, b
     assert live.peak == 2 * 1024
-
-
-def test_paper_model_asks_no_hub(tmp_path):
-    name = harness.register("ViT-B-16+BERT-base", 0.1, tmp_path)
-    text = get_model_config(name)["text_cfg"]
-    assert name.startswith("zerovl-ViT-B-16-BERT-base--")
-    assert Path(text["hf_model_name"]).is_dir() and not text["hf_model_pretrained"]
-    assert BertConfig.from_pretrained(text["hf_model_name"]).hidden_size == 768

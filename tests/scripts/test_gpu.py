@@ -85,31 +85,6 @@ def test_a_record_of_other_programs_is_measured_anew(tmp_path):
     assert "whole" not in json.loads(file.read_text())["parts"]
 
 
-def test_the_page():
-    row = {"seconds": 1.0, "samples_per_second": 2048.3, "retained": None}
-    machine = {"device": "NVIDIA H200", "versions": {"torch": "2.11.0"}} | dict.fromkeys(
-        "cdefghi", 1
-    )
-    found = {
-        "machine": {"machine": machine},
-        "exactness": {"a": {"outcome": "passed"}, "b": {"outcome": "failed"}},
-        "steps": {"K=4, ours": row, "K=8, ours": {"error": "out of memory"}},
-    }
-    parts = {
-        name: {"results": each, "seconds": 3.0, "done": name != "steps"}
-        for name, each in found.items()
-    }
-    text = gpu.page(parts)
-    assert "# On NVIDIA H200" in text and "| versions | torch 2.11.0 |" in text
-    assert "1 passed, 1 failed" in text and "| b | failed |" in text and "| a |" not in text
-    assert "|  | seconds | samples per second | retained | error |" in text
-    assert (
-        "| K=4, ours | 1 | 2,048 |  |  |" in text
-        and "| K=8, ours |  |  |  | out of memory |" in text
-    )
-    assert "Not done: gradients, steps," in text
-
-
 @pytest.mark.slow(reason="every part on the CPU, four minutes")
 @pytest.mark.timeout(1800)
 def test_rehearsal(tmp_path):
