@@ -267,7 +267,9 @@ def split_concepts(
     rng = np.random.default_rng(seed)
     order = [str(c) for c in rng.permutation(sorted(shared))]
     others = [str(c) for c in rng.permutation(sorted(set().union(*concepts.values()) - shared))]
-    assert len(order) >= held_out_per_source * len(sources), "too few concepts that all sources have"
+    assert len(order) >= held_out_per_source * len(sources), (
+        "too few concepts that all sources have"
+    )
     split: Split = {"test": {}, "val": {}}
     for name in SPLITS:
         for source in sources:
