@@ -186,7 +186,7 @@ def cluster(
     (given,) = parse_sources(f"{source.name}={source}")
     store, _ = embed_pictures(
         model,
-        SourceSamples([given], "image", strict=False),
+        SourceSamples([given], "image"),
         out / "features",
         dtype=torch.float16,
         batch_size=BATCH_SAMPLES,

@@ -1,4 +1,4 @@
-"""Folders that were moved load: in this package as they are, in stock open_clip after `export --here`, in transformers."""
+"""Folders that were moved load: in this package as they are, in stock open_clip after `export --here`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.checkpoints.transformers_folder import export_transformers
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.models.build import create_model_and_transforms
 from support.tiny_clip import (
@@ -31,17 +29,14 @@ OPEN_CLIP = ("clip", "bert")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """Three folders below `made`: of open_clip's own towers, of BERT, and of BERT for transformers."""
+    """Two folders below `made`: of open_clip's own towers, and of BERT."""
     home = tmp_path_factory.mktemp("moves")
     bert = write_bert(home / "bert")
-    torch.manual_seed(0)
-    AutoModel.from_config(AutoConfig.from_pretrained(bert)).save_pretrained(bert)
     register(home / "configs", "moved-clip", NATIVE_VISION, CLIP_TEXT)
     register(home / "configs", "moved-bert", NATIVE_VISION, bert_text(bert))
     for name in OPEN_CLIP:
         run = write_run(home / name, random_model(f"moved-{name}"), {"model": f"moved-{name}"})
         export_local_dir(run, home / "made" / name)
-    export_transformers(run, home / "made" / "dual")
     return home
 
 
@@ -49,14 +44,6 @@ def embedding(folder: Path) -> torch.Tensor:
     model, _, tokenizer = load_model(folder)
     with torch.no_grad():
         return model.encode_text(tokenizer([TEXT]), normalize=True)[0]
-
-
-def dual_embedding(folder: Path) -> torch.Tensor:
-    tokens = AutoTokenizer.from_pretrained(folder)([TEXT], return_tensors="pt")
-    with torch.no_grad():
-        model = AutoModel.from_pretrained(folder).eval()
-        features = model.text_projection(model.text_model(**tokens).pooler_output)
-    return torch.nn.functional.normalize(features, dim=-1)[0]
 
 
 def stock_embedding(folder: Path) -> torch.Tensor:
@@ -67,9 +54,8 @@ def stock_embedding(folder: Path) -> torch.Tensor:
 
 
 def test_folders_load_after_a_move(home, tmp_path, capsys):
-    """In this package as they are, in stock open_clip after `export --here`, in transformers always."""
+    """In this package as they are, in stock open_clip after `export --here`."""
     expected = {name: embedding(home / "made" / name) for name in OPEN_CLIP}
-    dual = dual_embedding(home / "made" / "dual")
     moved = Path(shutil.move(home / "made", tmp_path / "moved"))
     for name in OPEN_CLIP:  # this package needs nothing
         assert torch.equal(embedding(moved / name), expected[name]), name
@@ -82,5 +68,4 @@ def test_folders_load_after_a_move(home, tmp_path, capsys):
         assert torch.equal(stock_embedding(moved / name), expected[name]), name
     out = capsys.readouterr().out
     assert out.count("Its new path is written") == out.count("Nothing had to be changed") == 1
-    assert torch.equal(dual_embedding(moved / "dual"), dual)
     shutil.move(moved, home / "made")

@@ -21,7 +21,6 @@ from open_clip_zerovl.evaluate.curve import (
     choose,
     open_ends,
     score_curve,
-    weights_between,
     write_between,
 )
 from open_clip_zerovl.evaluate.settings import CurveFlags
@@ -72,14 +71,6 @@ def test_ends_are_bit_for_bit_and_the_middle_is_rounded_once(tmp_path, tiny):
     )
     same = open_ends(encoder(before), encoder(before))
     assert all(torch.equal(tensor, start[key]) for key, tensor in same.weights(0.37).items())
-
-
-def test_counts_of_batches_are_those_of_the_nearer_end_and_no_end_is_changed():
-    before = {"w": torch.tensor([1.0]), "bn.num_batches_tracked": torch.tensor(3)}
-    after = {"w": torch.tensor([2.0]), "bn.num_batches_tracked": torch.tensor(9)}
-    assert weights_between(before, after, 0.4)["bn.num_batches_tracked"] == 3
-    assert weights_between(before, after, 0.6)["bn.num_batches_tracked"] == 9
-    assert weights_between(before, after, 0.5)["w"] == 1.5 and before["w"] == 1 and after["w"] == 2
 
 
 def without(cfg: dict, key: str) -> dict:

@@ -41,7 +41,7 @@ def photos(tmp_path_factory) -> Path:
 def searchers(bert_runs, photos) -> dict[str, Searcher]:
     collection, cache = open_collection(str(photos)), photos.parent / "cache"
     return {
-        name: Searcher(Encoder(run, device="cpu"), collection, cache=cache, name=name, keep=True)
+        name: Searcher(Encoder(run, device="cpu"), collection, cache=cache, name=name)
         for name, run in zip(("<i>one</i>", "two"), bert_runs, strict=True)
     }
 

@@ -61,7 +61,7 @@ class Sources:
     @cached_property
     def starts(self) -> np.ndarray:
         """Number each sample's first caption (n + 1,)."""
-        return SourceSamples(self.opened, "text", strict=False).caption_starts
+        return SourceSamples(self.opened, "text").caption_starts
 
     @property
     def begins(self) -> np.ndarray:
@@ -124,7 +124,7 @@ def embed_tower(
     flags = flags or AlignFlags()
     batch_size, dtype = flags.encode_batch, getattr(torch, flags.dtype)
     frozen = tower.frozen(device)
-    samples = SourceSamples(sources.opened, tower.side, strict=False)
+    samples = SourceSamples(sources.opened, tower.side)
     name = re.sub(r"[^A-Za-z0-9]+", "-", tower.name)[-40:].strip("-")
     digest = frozen.fingerprints[tower.side][:16]
     place = folder / f"{tower.side}-{name}-{flags.dtype}-{digest}"

@@ -221,7 +221,6 @@ class Searcher:
         encoder: the model.
         cache: folder of all embeddings. None: one in the user's cache folder.
         name: the model's name, for the progress bar and in sentences.
-        keep: hold the embeddings in memory, for many queries.
 
     Raises:
         UserError: as `embed_pictures`, a cache that cannot be written, a shard that cannot be read, or no picture that can be
@@ -235,7 +234,6 @@ class Searcher:
         *,
         cache: Path | None = None,
         name: str = "model",
-        keep: bool = False,
     ) -> None:
         self.name, self.collection = name, collection
         cache = cache or user_cache("zerovl") / "search"
@@ -251,17 +249,11 @@ class Searcher:
             workers=encoder.workers,
             desc=name,
         )
-        blocks = self.features.blocks()
-        self.rows_in_memory = [block.clone() for block in blocks] if keep else None
         ids = self.features.ids
         self.pictures = int(np.count_nonzero(ids))
         self.bad = len(ids) - self.pictures + collection.lost
         if not self.pictures:
             raise UserError(f"none of the {self.bad} pictures of {collection.name} can be decoded")
-
-    def blocks(self) -> Iterable[Tensor]:
-        """Yield the embeddings of all pictures, some thousand at a time."""
-        return self.features.blocks() if self.rows_in_memory is None else self.rows_in_memory
 
     @torch.no_grad()
     def find(self, words: str, query: Image.Image | None, best: int) -> SearchResult:
@@ -281,7 +273,7 @@ class Searcher:
             raise UserError(
                 f"{self.name} gives the query an embedding that is not finite; its training has diverged"
             )
-        ranked = nearest(self.blocks(), F.normalize(direction, dim=0), best)
+        ranked = nearest(self.features.blocks(), F.normalize(direction, dim=0), best)
         hits = tuple(
             _hit(self.collection, *self.collection.place(row), score) for row, score in ranked
         )
@@ -395,7 +387,7 @@ def serve(
 
     collection = open_collection(data)
     searchers = {
-        name: Searcher(encoder, collection, cache=cache, name=name, keep=True)
+        name: Searcher(encoder, collection, cache=cache, name=name)
         for name, encoder in encoders.items()
     }
     print(f"Search {collection.name} at http://{settings.host}:{settings.port} (Ctrl-C ends it)")

@@ -39,11 +39,10 @@ class SourceSamples:
 
     Args:
         side: "image" or "text".
-        strict: a sample or shard that cannot be shown is an error.
     """
 
-    def __init__(self, sources: Sequence[Source], side: str, *, strict: bool = True) -> None:
-        self.sources, self.side, self.strict = sources, side, strict
+    def __init__(self, sources: Sequence[Source], side: str) -> None:
+        self.sources, self.side = sources, side
         self._shards = [
             (index, shard)
             for index, source in enumerate(sources)
@@ -71,7 +70,7 @@ class SourceSamples:
         return np.concatenate([[0], np.cumsum(counts)])
 
     def sample(self, number: int) -> list[tuple[int, Any]]:
-        """Read (row, picture or caption) of a sample of a strict collection, and no other sample of its shard.
+        """Read (row, picture or caption) of a sample, and no other sample of its shard.
 
         Raises:
             UserError: it cannot be shown.
@@ -84,10 +83,13 @@ class SourceSamples:
             sample = next(samples)
         if isinstance(sample, ShardError):
             raise UserError(reader.sentence(shard, sample))
-        return self._shown(source, number, sample)
+        try:
+            return self._shown(source, number, sample)
+        except Fault as fault:
+            raise UserError(sample_sentence(source, sample, fault)) from fault
 
     def read(self, part: int) -> Iterator[tuple[int, Any] | str]:
-        """Yield (number in the shard, picture or caption) of a shard's samples as they lie."""
+        """Yield (number in the shard, picture or caption) of a shard's samples that can be shown, as they lie."""
         index, shard = self._shards[part]
         source = self.sources[index]
         notes: list[str] = []
@@ -98,9 +100,8 @@ class SourceSamples:
             for number, sample in enumerate(samples, begin):
                 if isinstance(sample, ShardError):
                     notes.append(reader.sentence(shard, sample))
-                    if self.strict:
-                        raise UserError(notes[-1])
-                else:
+                    continue
+                with suppress(Fault):
                     for row, shown in self._shown(source, number, sample):
                         yield row - first, shown
         yield from notes
@@ -111,15 +112,14 @@ class SourceSamples:
         return ShardReader(source, members_of(source.captions) - {*IMAGE_EXTENSIONS}, **more)
 
     def _shown(self, source: Source, number: int, sample: Sample) -> list[tuple[int, Any]]:
-        """Return the picture or the captions of a sample with their rows in the collection, [] if it cannot be shown."""
-        try:
-            if self.side == "image":
-                return [(number, decode_image(picture_of(sample)))]
-            return self._captions(number, texts_of(sample.files, source.captions)[0])
-        except Fault as fault:
-            if self.strict:
-                raise UserError(sample_sentence(source, sample, fault)) from fault
-            return []
+        """Return the picture or the captions of a sample with their rows in the collection.
+
+        Raises:
+            Fault: it cannot be shown.
+        """
+        if self.side == "image":
+            return [(number, decode_image(picture_of(sample)))]
+        return self._captions(number, texts_of(sample.files, source.captions)[0])
 
     def _captions(self, number: int, texts: Sequence[bytes]) -> list[tuple[int, str]]:
         """Return the captions that can be shown, with their rows.
@@ -170,7 +170,7 @@ def cut_captions(
     texts: list[str] = []
     share = -(-SAMPLED_CAPTIONS // len(sources))
     for source in sources:
-        samples = SourceSamples([source], "text", strict=False)
+        samples = SourceSamples([source], "text")
         read = (item for part in range(len(source.shards)) for item in samples.read(part))
         texts += islice((item[1] for item in read if not isinstance(item, str)), share)
     if not texts:
