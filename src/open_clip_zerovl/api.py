@@ -290,12 +290,12 @@ def align(
     *,
     image: A[
         tuple[str, ...],
-        "timm:NAME or a folder of timm's, an exported folder, a checkpoint, NAME/TAG; several are compared",
+        "timm:NAME|FOLDER, hf:NAME|FOLDER, an exported folder, a checkpoint, NAME/TAG; several are compared",
         "ENCODER",
     ],
     text: A[
         tuple[str, ...],
-        "hf:NAME or a folder (transformers, sentence-transformers), an exported folder, a checkpoint, NAME/TAG; several",
+        "hf:NAME|FOLDER (transformers, sentence-transformers), an exported folder, a checkpoint, NAME/TAG; several",
         "ENCODER",
     ],
     data: A[str, "pairs, as for finetune", "DIR|NAME=SHARDS::..."],

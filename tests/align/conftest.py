@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from transformers import (
 )
 
 from open_clip_zerovl.align.request import AlignRequest
-from support.tars import write_tar
+from support.tars import encoded, write_tar
 from support.tiny_clip import (
     CLIP_TEXT,
     NATIVE_VISION,
@@ -42,9 +41,7 @@ def two_colours(rng: np.random.Generator) -> tuple[bytes, list[str]]:
     pixels = np.zeros((40, 40, 3), int)
     pixels[:20], pixels[20:] = COLOURS[above], COLOURS[below]
     noisy = np.clip(pixels + rng.integers(-30, 30, pixels.shape), 0, 255).astype(np.uint8)
-    content = io.BytesIO()
-    Image.fromarray(noisy).save(content, "PNG")
-    return content.getvalue(), [
+    return encoded(Image.fromarray(noisy)), [
         f"a {above} house of {below} sun",
         f"the {above} tree and the {below} cat",
     ]

@@ -36,9 +36,8 @@ from transformers import (
 from open_clip_zerovl.align.encoders import open_tower
 from open_clip_zerovl.align.export import check_together, export_aligned
 from open_clip_zerovl.align.train import Heads
-from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import load_model
-from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of, whole_model
+from open_clip_zerovl.checkpoints.transformers_folder import preprocess_of
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.text_towers import register_text_towers
@@ -80,9 +79,7 @@ def test_an_image_processor_that_open_clip_cannot_follow_is_refused(home, settin
     ("kind", "mode", "interpolation"),
     [("dinov2", "shortest", "bicubic"), ("siglip", "squash", "bilinear")],
 )
-def test_a_vision_model_of_transformers_gives_its_pooled_output_and_becomes_a_dual_encoder(
-    home, tmp_path, kind, mode, interpolation
-):
+def test_a_vision_model_of_transformers_gives_its_pooled_output(home, kind, mode, interpolation):
     tower, text = (
         open_tower(f"hf:{home / kind}", "image"),
         open_tower(f"hf:{home / 'bert'}", "text"),
@@ -104,11 +101,6 @@ def test_a_vision_model_of_transformers_gives_its_pooled_output_and_becomes_a_du
         output = getattr(stock, "vision_model", stock)(pixel_values=pixels)
         assert torch.equal(tower.module(pixels), output.pooler_output)
     check_together(tower, text)
-    folder = export_aligned(
-        tmp_path / "m", tower, text, Heads((32, 32), 12), (0.5, 2.0), metrics={}
-    )  # compares its embeddings itself
-    dual = AutoModel.from_pretrained(folder).eval()
-    assert type(dual).__name__ == "VisionTextDualEncoderModel"
     mean = open_tower(f"hf:{home / 'bert-mean'}", "text")
     with pytest.raises(
         UserError,
@@ -250,7 +242,6 @@ def test_a_decoder_gives_the_last_state_of_each_text_alone_without_padding(
     image = open_tower(f"timm:{home / 'timm'}", "image")
     heads = Heads((image.width, text.width), 12)
     out = export_aligned(tmp_path / "out", image, text, heads, (1.0, 1.0), metrics={})
-    assert "import open_clip_zerovl.models" in "".join(loading_notes(out, moved=False))
     model, _, tokenizer = load_model(out)
     with torch.no_grad():
         assert torch.allclose(
@@ -259,8 +250,6 @@ def test_a_decoder_gives_the_last_state_of_each_text_alone_without_padding(
             rtol=0,
             atol=1e-5,
         )
-    with pytest.raises(UserError, match="takes a text tower with a pooler"):
-        whole_model(model)
     if padding != "<pad>":
         with pytest.raises(
             UserError,
@@ -310,16 +299,12 @@ def test_weights_of_a_file_are_those_of_timms_network(tmp_path, suffix):
     with torch.no_grad():
         expected = stock.forward_head(stock.forward_features(pixels), pre_logits=True)
         assert torch.equal(tower.module(pixels), expected)
-    with pytest.raises(UserError, match=r"give timm:NAME,.*weights\."):
-        open_tower(str(file), "image")
     with pytest.raises(RuntimeError, match="state_dict"):  # none stays random
         open_tower(f"timm:resnet18,{file}", "image")
 
 
 @pytest.mark.parametrize("kind", ["mpnet", "distilbert"])
-def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exported(
-    home, tmp_path, kind
-):
+def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built(home, tmp_path, kind):
     folder = tmp_path / kind
     pad, unknown, *words = (home / "bert" / "vocab.txt").read_text().splitlines()
     (tmp_path / "vocab.txt").write_text("\n".join([unknown, pad, *words]) + "\n")
@@ -352,10 +337,6 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
     mask = inputs["attention_mask"][..., None]
     expected = (states * mask).sum(dim=1) / mask.sum(dim=1)
     assert torch.allclose(text.frozen(CPU).texts(TEXTS), expected, rtol=0, atol=1e-5)
-    image = open_tower(f"timm:{home / 'timm'}", "image")
-    heads = Heads((image.width, text.width), 12)
-    out = export_aligned(tmp_path / "out", image, text, heads, (1.0, 1.0), metrics={})
-    assert f"does not build this text tower ({kind}) by itself" in "".join(loading_notes(out))
 
 
 @pytest.mark.parametrize(
@@ -369,8 +350,6 @@ def test_sentence_encoders_that_open_clip_has_no_entry_for_are_built_and_exporte
             "--context-length 99: .* has 32 positions",
         ),
         ("{home}/nowhere", "image", {}, "is not a model; give a folder"),
-        ("{home}/timm", "image", {}, "is no model of open_clip; give timm:.*timm"),
-        ("{home}/bert", "text", {}, "is no model of open_clip; give hf:.*bert"),
         (
             "{home}/native/checkpoints/epoch_1.pt",
             "text",

@@ -21,21 +21,10 @@ SHARE = 0.25
 
 @pytest.fixture
 def packed(home, tmp_path):
-    """Pictures of `a` with captions; the same inputs packed without and with a held-out tenth."""
-    lines = ["image,caption"]
-    (tmp_path / "mine").mkdir()
-    for shard in ("0", "1"):
-        with open_tar(home / "a" / f"{shard}.tar") as tar:
-            for member in tar.getmembers():
-                if member.name.endswith(".png"):
-                    content = tar.extractfile(member).read()
-                    (tmp_path / "mine" / member.name).write_bytes(content)
-                    lines.append(f"{member.name},picture {member.name}")
-    (tmp_path / "mine" / "pairs.csv").write_text("\n".join(lines) + "\n")
+    """The pictures of `a` packed without and with a held-out share."""
     for name, share in (("all", 0.0), ("split", SHARE)):
         settings = PackSettings(test_share=share, shard_size=25)
-        inputs = [str(tmp_path / "mine" / "pairs.csv")]
-        pack(inputs, tmp_path / name, settings, work=Work(progress=False))
+        pack([str(home / "a")], tmp_path / name, settings, work=Work(progress=False))
     return tmp_path
 
 

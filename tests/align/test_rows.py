@@ -54,9 +54,6 @@ def test_held_out_sets_are_named_as_for_the_other_commands(home):
             str(given).rpartition("/")[2] if "=" not in str(given) else "flat"
         ]
         assert {Path(shard).parent for shard in opened[1].shards} == {place}
-    for given in ("captions.json@pictures", "pairs.csv@pictures"):
-        with pytest.raises(UserError, match="align reads held-out pairs from shards"):
-            open_sources(f"a={home / 'a'}", given)
 
 
 def contents(store):
@@ -216,8 +213,6 @@ def test_an_epoch_shows_each_sample_once_at_most_and_mixes_the_sources():
     # The remainder comes first in the next epoch: over epochs all samples of a source are shown equally often.
     totals = seen.sum(axis=0)
     assert all(np.ptp(totals[source_of == source]) <= 1 for source in range(3))
-    other = epoch_order(sizes, batch, seed=4, epoch=0)
-    assert not np.array_equal(other, epoch_order(sizes, batch, seed=3, epoch=0))
 
 
 def test_captions_come_in_turn():

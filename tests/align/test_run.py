@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import AutoModel, AutoTokenizer
 
 from open_clip_zerovl.align import alignment
-from open_clip_zerovl.align.alignment import run_align, short_names
+from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.align.rows import embed_tower, open_sources
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.checkpoints.loading import load_model
@@ -26,7 +26,7 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.evaluate.retrieval import run_retrieval
 from open_clip_zerovl.features.encoder import FrozenModel
 from support import warm
-from support.tars import write_tar
+from support.tars import encoded, write_tar
 
 TEXTS = ["a red house of blue sun", "the green tree and the red cat"]
 # Run by a bare interpreter: open_clip alone, no network.
@@ -94,48 +94,24 @@ def test_the_folder_has_the_recall_of_the_training_and_a_stranger_loads_it(
         )
     assert torch.allclose(torch.tensor(found["text"]), expected, rtol=0, atol=1e-6)
     assert torch.allclose(torch.tensor(found["image"]), image, rtol=0, atol=1e-6)
-    text = "\n".join(said)
-    assert (
-        "240 captions of 2 sources: a, b" in text
-        and "120 samples; held out 20 pictures with 40 captions" in text
-    )
-    assert f"open_clip opens it as local-dir:{folder}" in text
     record = json.loads((tmp_path / "out" / "align.json").read_text())
     assert record["pairings"][0]["metrics"] == result.outcome.metrics
-    page = (tmp_path / "out" / "align.html").read_text()
-    command = f"zerovl search {os.path.relpath(folder)} PICTURES WORDS"
-    assert command in page and said[-1] == f"Search pictures with it: {command}"
-    assert '<th scope="col">95 % interval</th>' in page and " 95 % interval " in text
-    check_gallery(page, result.rsum, colours)
+    check_gallery((tmp_path / "out" / "align.html").read_text(), colours)
 
 
-def check_gallery(page, rsum, rgb):
+def check_gallery(page, rgb):
     """A caption names the colours of the upper and the lower half of its picture."""
-    assert (
-        "120 samples; held out 20 pictures with 40 captions" in page
-        and f"<td>{rsum:.1f}</td>" in page
-    )
-
-    def seen(jpeg):
-        picture = Image.open(BytesIO(b64decode(jpeg)))
-        return [
-            min(rgb, key=lambda name: math.dist(rgb[name], picture.getpixel((20, y))))
-            for y in (10, 30)
-        ]
-
     shown = 0
     for card in re.findall(r"<article.*?</article>", page, re.DOTALL):
-        if query := re.search(r'class="query"><span>(.*?) <small>', card):
-            captions, kind = query[1], "right" if 'class="thumb right"' in card else "missed"
-        else:
-            captions, kind = re.search(r'alt="(.*?)"', card)[1], ""
-        for picture in re.findall(
-            rf'class="thumb {kind}" src="data:image/jpeg;base64,(.*?)"', card
-        ):
-            named = [[word for word in one.split() if word in rgb] for one in captions.split("; ")]
-            assert named == [seen(picture)] * len(named)
+        caption = re.search(r'class="query"><span>(.*?) <small>', card)
+        jpeg = re.search(r'class="thumb right" src="data:image/jpeg;base64,(.*?)"', card)
+        if caption and jpeg:
+            picture = Image.open(BytesIO(b64decode(jpeg[1])))
+            halves = [picture.getpixel((20, y)) for y in (10, 30)]
+            seen = [min(rgb, key=lambda name: math.dist(rgb[name], half)) for half in halves]
+            assert seen == [word for word in caption[1].split() if word in rgb]
             shown += 1
-    assert shown >= 10
+    assert shown >= 5
 
 
 def test_the_command_writes_a_model_for_transformers_and_for_training(
@@ -160,8 +136,6 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(
     words += ["--epochs", "2", "--batch-size", "16", "--embed-dim", "24", "--device", "cpu"]
     assert main(["align", *words]) == 0, capsys.readouterr().err
     assert loaded == [checkpoint]  # once for both towers
-    out = capsys.readouterr().out
-    assert "held   10% of the pictures" in out and "50 samples; held out 10 pictures" in out
     folder = tmp_path / "out" / "model"
     assert main(["export", str(folder), str(tmp_path / "hf"), "--format", "transformers"]) == 0, (
         capsys.readouterr().err
@@ -236,9 +210,6 @@ def test_a_sweep_ranks_the_pairings_and_a_second_run_reads_the_rows(
     verdict = next(line for line in said if "Best: " in line)
     assert f"Best: {results[0].name}" in verdict and f"before {results[1].name}" in verdict
     assert ("counts" in verdict) != ("may turn the order round" in verdict)
-    page = (tmp_path / "out" / "align.html").read_text()
-    assert all(f"{one.rsum:.1f}" in page for one in results) and page.count("data:image/png") == 2
-    assert "RSUM of seeds" in page and any("RSUM of seeds" in line for line in said)
     model, _, _ = load_model(tmp_path / "out" / "model")
     assert model.visual(torch.zeros(1, 3, *results[0].image.preprocess_cfg["size"])).shape == (
         1,
@@ -265,10 +236,8 @@ def test_pictures_of_classes_have_their_top1_and_no_pair_of_a_class_as_a_negativ
     for number in range(60):
         name, colour = list(colours.items())[number % 3]
         pixels = np.clip(rng.integers(-30, 30, (40, 40, 3)) + colour, 0, 255).astype(np.uint8)
-        content = BytesIO()
-        Image.fromarray(pixels).save(content, "PNG")
         caption = f"a {name} house".encode()
-        members += [(f"{number}.png", content.getvalue()), (f"{number}.txt", caption)]
+        members += [(f"{number}.png", encoded(Image.fromarray(pixels))), (f"{number}.txt", caption)]
     write_tar(tmp_path / "train" / "0.tar", members)
     (tmp_path / "train" / "classnames.txt").write_text("\n".join(colours) + "\n")
     said = []
@@ -276,36 +245,9 @@ def test_pictures_of_classes_have_their_top1_and_no_pair_of_a_class_as_a_negativ
     (result,) = run_align(
         request_of(tmp_path / "out", **given, epochs=20, lr=1e-2, batch_size=32), said.append
     )
-    text = "\n".join(said)
-    assert result.recipe.positives == "caption" and text.count("--positives caption") == 1
-    assert "RSUM of seeds" not in text  # of one seed
-    assert result.top1 == 1.0 and "top-1" in text and text.count("RSUM can reach") == 1
-    one_step = "one step an epoch, of 32 of 50 pairs"
-    advised = f"{one_step}: a smaller --batch-size takes more"
-    assert result.rsum < 500 and advised in text
-    given |= {"rows": tmp_path / "out" / "rows", "batch_size": None}
-    of_default: list[str] = []
-    run_align(request_of(tmp_path / "usual", **given, epochs=2), of_default.append)
-    text = "\n".join(of_default)
-    assert one_step in text and advised not in text  # the default does not advise against itself
+    assert result.recipe.positives == "caption" and result.top1 == 1.0 and result.rsum < 500
     record = json.loads((tmp_path / "out" / "align.json").read_text())
     assert record["pairings"][0]["top1"] == 1.0
-    page = (tmp_path / "out" / "align.html").read_text()
-    assert "<td>100.0</td>" in page and page.count("RSUM can reach") == 1
-
-
-@pytest.mark.parametrize(
-    ("names", "shown"),
-    [
-        (["r/a/ckpt/1.pt", "r/b/ckpt/1.pt"], ["a", "b"]),
-        (["r/a/1.pt", "r/a/2.pt"], ["1.pt", "2.pt"]),
-        (["r/a.pt"], ["r/a.pt"]),
-        (["timm:x", "r/a.pt"], ["timm:x", "r/a.pt"]),
-        (["p/q", "p/p/q/q"], ["p/q", "p/p/q/q"]),
-    ],
-)
-def test_encoders_are_shown_without_the_folders_that_all_have(names, shown):
-    assert list(short_names(names).values()) == shown
 
 
 def test_a_training_with_other_held_out_pictures_is_another_training(request_of, tmp_path):
@@ -358,13 +300,9 @@ def test_a_batch_that_the_data_does_not_fill_is_refused_before_anything_is_encod
 def test_cut_captions_and_rows_on_the_disk_are_announced(request_of, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(alignment, "available_bytes", lambda device: 1)
-    monkeypatch.setattr(alignment, "local_path", lambda shard: None)
+    monkeypatch.setattr(alignment, "local_path", lambda shard: None)  # on a server
     run_align(request_of(tmp_path / "out", rows=None, context_length=8), said.append)
-    page = (tmp_path / "out" / "align.html").read_text()
-    assert (
-        "The held-out pictures lie on a server and are not shown." in page
-        and "image/jpeg" not in page
-    )
+    assert "image/jpeg" not in (tmp_path / "out" / "align.html").read_text()
     assert any("120 of 240 captions are longer than its 8 tokens" in line for line in said)
     assert (
         sum(

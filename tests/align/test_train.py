@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import normalize
 
 from open_clip_zerovl.align import train as train_module
 from open_clip_zerovl.align.encoders import open_tower
@@ -22,7 +20,6 @@ from open_clip_zerovl.align.train import (
     chunk_rows,
     default_batch,
     default_epochs,
-    make_optimizer,
     take_step,
     train_heads,
 )
@@ -33,7 +30,6 @@ from open_clip_zerovl.losses import ContrastiveLoss
 from open_clip_zerovl.recipe.towers import freeze
 from open_clip_zerovl.report.verdicts import student
 from support import ROOT
-from support.fake_cuda import Waits, fake_cuda, to_fake_cuda
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(
@@ -147,9 +143,8 @@ def task():
 )
 def test_a_training_that_was_killed_goes_on_to_the_same_bits(task, tmp_path, monkeypatch, changes):
     recipe = replace(RECIPE, **changes)
-    whole = train_heads(task, recipe, tmp_path / "whole")
     monkeypatch.setattr(train_module, "CHECKS", 5)  # four of 8 epochs, so that the kill loses one
-    whole = train_heads(task, recipe, tmp_path / "whole-4")
+    whole = train_heads(task, recipe, tmp_path / "whole")
     stock, calls = train_module.take_step, []
 
     def killed(*arguments):
@@ -202,29 +197,9 @@ def test_a_resumed_training_keeps_its_chunk_where_memory_allows(
 
 def test_a_damaged_state_is_a_sentence(task, tmp_path):
     train_heads(task, replace(RECIPE, epochs=1), tmp_path)
-    state = tmp_path / "state.pt"
-    for content in (state.read_bytes()[:500], b"no state"):
-        state.write_bytes(content)
-        with pytest.raises(
-            UserError, match=r"state.pt cannot be read .*; remove it to train from the beginning"
-        ):
-            train_heads(task, RECIPE, tmp_path)
-
-
-def test_training_finds_what_the_two_sides_share_and_keeps_the_best_check(task, tmp_path):
-    checked = []
-    outcome = train_heads(
-        task, replace(RECIPE, epochs=39), tmp_path, checked=lambda *one: checked.append(one)
-    )
-    assert (
-        len(checked) == 20
-        and checked == outcome.scores
-        and outcome.metrics["rsum"] == max(score for _, score, _ in checked)
-    )
-    assert outcome.metrics["rsum"] > 400  # chance is 160
-    assert {epoch: score for epoch, score, _ in checked}[outcome.best_epoch] == outcome.metrics[
-        "rsum"
-    ]
+    (tmp_path / "state.pt").write_bytes(b"no state")
+    with pytest.raises(UserError, match=r"state.pt cannot be read .*; remove it to train"):
+        train_heads(task, RECIPE, tmp_path)
 
 
 def test_training_ends_where_the_held_out_recall_has_not_risen(task, tmp_path, monkeypatch):
@@ -255,20 +230,6 @@ def test_a_loss_that_is_no_number_ends_with_a_sentence(task, tmp_path):
         UserError, match=r"the loss is not finite after epoch 1; give a lower --lr than 0\.01"
     ):
         train_heads(task, RECIPE, tmp_path)
-
-
-def test_no_step_waits_for_a_gpu():
-    with fake_cuda():
-        heads = to_fake_cuda(Heads((16, 10), 12))
-        optimizer, criterion = make_optimizer(heads, RECIPE), ContrastiveLoss(positives="both")
-        rows = [torch.empty(8, width, device="cuda:0") for width in (16, 10)]
-        ids = {
-            name: torch.empty(8, dtype=torch.long, device="cuda:0") for name in ("caption", "image")
-        }
-        take_step(heads, optimizer, criterion, rows, ids)  # makes the optimizer's state
-        with Waits() as waits:
-            take_step(heads, optimizer, criterion, rows, ids)
-    assert waits.by_line == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,22 +274,3 @@ def test_epochs_and_chunk_follow_from_steps_and_memory(monkeypatch):
     assert chunk_rows(32768, CPU) == 1024  # four matrices of 1024 x 32768 floats are half a GiB
     monkeypatch.setattr(train_module, "available_bytes", lambda device: None)
     assert chunk_rows(1 << 20, CPU) is None
-
-
-def test_the_embeddings_have_unit_length_and_its_gradient():
-    """A row of zeros, which has no direction, is among them."""
-    rows, weights = torch.randn(2, 3, 6, dtype=torch.float64)
-    rows = (rows * torch.tensor([[1.0], [0.0], [3.0]])).requires_grad_()
-    found, expected = train_module._Unit.apply(rows), normalize(rows, dim=-1)
-    grads = [torch.autograd.grad((each * weights).sum(), rows)[0] for each in (found, expected)]
-    assert torch.allclose(found, expected, rtol=0, atol=1e-14)
-    assert torch.allclose(*grads, rtol=1e-12, atol=1e-12)
-
-
-def test_heads_start_by_seed_and_leave_the_process_generator_alone():
-    before = torch.get_rng_state()
-    one, same, other = (Heads((16, 10), 12, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(torch.get_rng_state(), before)
-    pairs = list(zip(one.parameters(), same.parameters(), other.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b, _ in pairs) and not torch.equal(pairs[1][0], pairs[1][2])
-    assert one.logit_scale.item() == pytest.approx(math.log(1 / 0.07))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -60,9 +59,7 @@ def home(tmp_path_factory) -> Path:
     for number in range(60):
         colour = CLASSES[number % 3]
         pixels = np.clip(np.array(COLOURS[colour]) + rng.integers(-30, 30, (40, 40, 3)), 0, 255)
-        content = io.BytesIO()
-        Image.fromarray(pixels.astype(np.uint8)).save(content, "PNG")
-        (home / "pictures" / f"{number:02d}.png").write_bytes(content.getvalue())
+        Image.fromarray(pixels.astype(np.uint8)).save(home / f"pictures/{number:02d}.png")
         (home / "pictures" / f"{number:02d}.txt").write_text(f"a {colour} house of tree {number}")
     config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
     (home / "tiny.json").write_text(json.dumps(config))
@@ -107,8 +104,6 @@ def test_keyword_arguments_are_the_words_of_a_command_line():
 def test_errors_are_user_errors(home, tmp_path):
     with pytest.raises(UserError, match=r"no flag --test-shar; did you mean --test-share\?"):
         zerovl.pack(home / "pictures", out=tmp_path / "x", test_shar=0.1)
-    with pytest.raises(UserError, match="task='search' is not one of"):
-        zerovl.evaluate("m", "a=b", "search")
     with pytest.raises(UserError, match=r"ended with status 2: there is no flag --modelx"):
         zerovl.train(name="x", logs=tmp_path, modelx="tiny")
 
@@ -166,19 +161,12 @@ def test_evaluate(home, run, packed, tmp_path):
     scores = zerovl.evaluate(run, packed.held_out, device="cpu", output=output)
     assert as_json(scores) == json.loads(output.read_text())["results"]
     assert "RSUM" in scores._repr_html_() and "chance" in scores._repr_html_()
-    for number in range(6):
-        folder = tmp_path / "classes" / CLASSES[number % 3]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number}.png").write_bytes((home / f"pictures/{number:02d}.png").read_bytes())
-    accuracy = zerovl.evaluate(run, f"c={tmp_path}/classes", "zero-shot", device="cpu")
-    assert accuracy["c"]["images"] == 6 and "top-1" in accuracy._repr_html_()
 
 
 def test_search(home, run, packed, tmp_path):
     options = {"device": "cpu", "cache": tmp_path / "cache", "best": 3}
     hits = zerovl.search(run, home / "pictures", "a <b>red</b> house", **options)
-    shown = hits._repr_html_()
-    assert len(hits) == 3 and shown.count("<figure>") == 3 and "data:image/jpeg" in shown
+    assert len(hits) == 3 and hits._repr_html_().count("<figure>") == 3
     pixels = {file: np.array(Image.open(file)) for file in (home / "pictures").glob("*.png")}
     of_shards = zerovl.search(run, packed, "a red house", **options)
     for number, hit in enumerate([*hits, *of_shards]):

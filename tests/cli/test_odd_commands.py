@@ -8,9 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import logging
 import os
-import pickle
 import re
 import shutil
 import struct
@@ -23,9 +21,7 @@ from pathlib import Path
 import pytest
 
 import open_clip_zerovl as package
-from open_clip_zerovl import __version__
 from open_clip_zerovl import cli as program
-from open_clip_zerovl.api import show_progress
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.flags import parameters_of
@@ -78,35 +74,24 @@ def home(tmp_path_factory) -> Path:
     shutil.copytree(home / "probe", home / "bombprobe")
     write_file(home / "bombprobe" / "red" / "0.png", bomb())
 
-    def retrieval_set(folder: str, members: list, shards: str = "1\n") -> None:
-        write_file(home / folder / "dataset_type.txt", b"retrieval\n")
-        write_file(home / folder / "test" / "nshards.txt", shards.encode())
-        write_tar(home / folder / "test" / "0.tar", members)
-
-    retrieval_set("bomb", [("k.png", bomb()), ("k.txt", b"x")])
-    retrieval_set("latin", [("k.png", png((1, 2, 3))), ("k.txt", b"\xe9")])
-    retrieval_set("manyshards", [("k.png", png((1, 2, 3))), ("k.txt", b"x")], "9" * 5000)
+    write_tar(home / "bomb" / "0.tar", [("k.png", bomb()), ("k.txt", b"x")])
+    write_tar(home / "latin" / "0.tar", [("k.png", png((1, 2, 3))), ("k.txt", b"\xe9")])
     write_file(home / "notatar" / "00000.tar", b"hello" * 300)
     write_file(home / "notatar" / "sizes.json", b'{"00000.tar": 3}')
     shutil.copytree(home / "a", home / "binarysizes")
     write_file(home / "binarysizes" / "sizes.json", b"\xff\xfe\0")
-    for folder, content in MANIFESTS.items():
-        shutil.copytree(home / "a", home / folder)
-        write_file(home / folder / "manifest.json", content)
+    shutil.copytree(home / "a", home / "flatmanifest")
+    write_file(home / "flatmanifest" / "manifest.json", b'{"shards": {"00000.tar": 3}}')
     write_file(home / "karpathy.json", b'{"images": [1, 2]}')
-    write_file(home / "deep.json", b"[" * 100_000)
-    for folder, params, results in RUNS:
-        shutil.copytree(home / "run", home / folder)
-        write_file(home / folder / "params.txt", params)
-        write_file(home / folder / "checkpoints" / "results.jsonl", results)
-    for folder, change in EXPORTS.items():
+    shutil.copytree(home / "run", home / "oddparams")
+    write_file(home / "oddparams" / "params.txt", b"model: odd-clip\nimage_mean: 3\n")
+    for folder, mean in (("wordymean", "x"), ("shortmean", [0.5])):
         shutil.copytree(exported, home / folder)
         config = json.loads((home / folder / "open_clip_config.json").read_text())
-        change(config)
+        config["preprocess_cfg"]["mean"] = mean
         (home / folder / "open_clip_config.json").write_text(json.dumps(config))
+    shutil.copytree(exported, home / "cutweights")
     write_file(home / "cutweights" / "open_clip_model.safetensors", b"abc")
-    (home / "pickled" / "open_clip_model.safetensors").unlink()
-    write_file(home / "pickled" / "open_clip_pytorch_model.bin", pickle.dumps(os.system))
     return home
 
 
@@ -115,29 +100,6 @@ def write_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-MANIFESTS = {
-    "listmanifest": b"[]",
-    "flatmanifest": b'{"shards": {"00000.tar": 3}}',
-    "binarymanifest": b"\xff",
-}
-GOOD = b"model: odd-clip\n"
-RUNS = [
-    ("binaryparams", b"\xff\xfemodel: x", b""),
-    ("oddparams", GOOD + b"image_mean: 3\n", b""),
-    ("oddsize", GOOD + b"force_image_size: hello\n", b""),
-    ("wordybatch", GOOD + b"batch_size: x\n", b""),
-    ("oddresults", GOOD, b"{\n"),
-]
-EXPORTS = {
-    "wordylayers": lambda config: config["model_cfg"]["vision_cfg"].update(layers="x"),
-    "wordymean": lambda config: config["preprocess_cfg"].update(mean="x"),
-    "shortmean": lambda config: config["preprocess_cfg"].update(mean=[0.5]),
-    "negativewidth": lambda config: config["model_cfg"].update(embed_dim=-4),
-    "zerowidth": lambda config: config["model_cfg"]["vision_cfg"].update(head_width=0),
-    "cutweights": lambda config: None,
-    "pickled": lambda config: None,
-}
-LONG = "x" * 5000
 SCORE = "retrieval exp --data set"
 PROBE = "linear-probe exp --train probe --test probe --out"
 ZERO = "zero-shot exp --data"
@@ -146,10 +108,8 @@ ODD = {
     # where results go
     f"{SCORE} --output file/x.json": r"file/x\.json cannot be written",
     f"{SCORE} --output full": "No space left on device",
-    f"{SCORE} --gallery a": "cannot be written",
-    f"{SCORE} --gallery file/x.html": "cannot be written",
+    f"{SCORE} --gallery a": r"a cannot be written \(Is a directory\)",
     f"{PROBE} file": "file cannot be written",
-    f"{PROBE} file/x": "file/x cannot be written",
     f"{ZERO} probe --output file/x.json": r"file/x\.json cannot be written",
     f"{ZERO} bombprobe": "too large to decode",
     f"{ZERO} notatar": "not a readable, uncompressed tar|is not a folder of class folders",
@@ -160,36 +120,20 @@ ODD = {
     f"export run/{EPOCH}": "a folder to write is missing",
     f"export run/{EPOCH} out --private": "--private needs --push-to-hub",
     # models
-    "retrieval wordylayers --data set": "wordylayers cannot be read .*as an integer.*give a folder",
     "retrieval wordymean --data set": "give mean and std of three numbers",
     "retrieval shortmean --data set": "give mean and std of three numbers",
-    "retrieval negativewidth --data set": "negativewidth cannot be read .*negative dimension.*give a folder",
-    "retrieval zerowidth --data set": "zerowidth cannot be read .*division.*give a folder",
     "retrieval cutweights --data set": "cutweights cannot be read .*[Hh]eader.*give a folder",
-    "retrieval pickled --data set": "pickled cannot be read .*give a folder",
     "retrieval file --data set": "file cannot be read",
-    "retrieval a/00000.tar --data set": "cannot be read",
     "retrieval /dev/zero --data set": "is not a model; give a folder",
-    f"retrieval {LONG} --data set": "File name too long",
-    f"export binaryparams/{EPOCH} out": r"params\.txt cannot be read",
     f"export oddparams/{EPOCH} out": r"params\.txt of .* cannot be read",
-    f"export oddsize/{EPOCH} out": "open_clip: |cannot be read",
-    f"export wordybatch/{EPOCH} out": r"params\.txt of .* cannot be read",
-    f"export oddresults/{EPOCH} out": r"results\.jsonl cannot be read .*line 1",
     # data
     "retrieval exp --data bomb": "too large to decode",
     "retrieval exp --data latin": "is not UTF-8",
-    "retrieval exp --data manyshards": "must hold the number of shards",
     "retrieval exp --data karpathy.json": "the key 'annotations'",
-    "retrieval exp --data deep.json": "is broken or encrypted",
-    f"retrieval exp --data {LONG}": "File name too long",
     "linear-probe exp --train bombprobe --test probe --out p1": "the image of sample .0.png. cannot be read",
     "linear-probe exp --train notatar --test probe --out p2": "is not a readable",
     "data check binarysizes": "sizes.json cannot be read .*to have the shards counted",
-    **{
-        f"data check {folder}": "was not written by this program|is not valid JSON|cannot be read"
-        for folder in MANIFESTS
-    },
+    "data check flatmanifest": "was not written by this program",
     "data check notatar --sizes": "is broken",
     "data public cc3m --out d1 --source file": "is not a list of captions",
     "data public coco --out d2 --source karpathy.json": "does not have the form of Karpathy's images",
@@ -203,7 +147,6 @@ ODD = {
     f"{SCORE} --workers -1": "--workers -1 is out of range; give 0 or more",
     f"{SCORE} --device foo": "the device 'foo' cannot be used",
     f"{SCORE} --device meta": "the device 'meta' cannot be used",
-    f"data check a --threads {'9' * 5000}": "argument --threads: invalid int value: .99",
 }
 
 
@@ -244,12 +187,6 @@ def test_every_flag_has_a_reader(command):
             assert re.search(rf"\.{flag.name}\b|\b{flag.name}=", SOURCES), flag.name
 
 
-def test_version_prints_the_release(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0 and capsys.readouterr().out == f"open_clip_zerovl {__version__}\n"
-
-
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
@@ -265,18 +202,10 @@ def test_version_prints_the_release(capsys):
             "search a b c d --zzzz",
             "there is no flag --zzzz; `zerovl search --help` lists the flags",
         ),
-        (
-            "data pack x --ot y",
-            "there is no flag --ot; did you mean --out?",
-        ),
         ("export a b c=d", "unexpected argument 'c=d'; write it as --flag value"),
         (
             "retrieval",
             "the following arguments are required: [NAME=]MODEL, --data; `zerovl retrieval --help` lists the flags",
-        ),
-        (
-            "finetune --data x --out y -- --lr 1",
-            "the following arguments are required: --from; `zerovl finetune --help` lists the flags",
         ),
         ("", "`zerovl` needs a command; `zerovl --help` lists the commands"),
         (
@@ -291,42 +220,6 @@ def test_a_misspelt_command_or_flag_gets_one_sentence_with_the_nearest(capsys, l
     """Abbreviated flags are refused: else --test-shar would mean --test-share until another flag has the same prefix."""
     assert main(line.split()) == 2
     assert capsys.readouterr() == ("", f"zerovl: error: {sentence}\n")
-
-
-@pytest.mark.parametrize("loaded", [False, True])
-def test_a_command_that_waits_for_torch_shows_a_line_first(monkeypatch, capsys, loaded):
-    """Only where torch is still to be imported, and before the command runs."""
-    seen = []
-
-    def search():
-        seen.append(capsys.readouterr().err)
-
-    monkeypatch.setattr(program, "function_of", lambda name: search)
-    monkeypatch.setattr(program, "load_open_clip", lambda: seen.append("loads"))
-    monkeypatch.setitem(sys.modules, "torch", sys) if loaded else monkeypatch.delitem(
-        sys.modules, "torch", raising=False
-    )
-    assert main(["search"]) == 0 and main(["doctor"]) == 0
-    assert seen == (
-        ["", ""] if loaded else ["loads", "zerovl search: loading torch and open_clip ...\n", ""]
-    )
-    assert set(program.SILENT) <= set(program.ALL)
-
-
-@pytest.mark.parametrize("earlier", [False, True])
-def test_progress_lines_of_an_export_come_once(monkeypatch, capsys, earlier):
-    """Also where the root logger has a handler, of an earlier command or of Python's for open_clip's first warning."""
-    monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler()] if earlier else [])
-    logger = logging.getLogger("open_clip_zerovl.checkpoints")
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "propagate", True)
-    show_progress()
-    logging.warning("of open_clip")
-    logger.getChild("export").warning("wrote x")
-    start, warning, end = capsys.readouterr().err.splitlines()
-    assert (start, end) == ("zerovl: loading open_clip", "zerovl: wrote x") and warning.endswith(
-        "of open_clip"
-    )
 
 
 @pytest.mark.parametrize(

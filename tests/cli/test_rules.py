@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import bz2
-import errno
-import fcntl
 import gzip
 import io
 import json
@@ -23,12 +20,11 @@ from PIL import Image, PngImagePlugin
 
 from open_clip_zerovl.align.rows import open_sources as open_aligned
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import locked, write_atomically
 from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import Crop, decode_image, decode_pixels
 from open_clip_zerovl.data.names import class_order
 from open_clip_zerovl.data.reader import samples_of
-from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
@@ -279,8 +275,6 @@ def test_a_packed_folder_of_one_source(two_sources, tmp_path):
     assert (source.name, source.num_samples) == ("x", 12)
     with pytest.raises(UserError, match="was packed without pictures of the split 'test'"):
         parse_sources(f"x={tmp_path}/one", split="test", evaluation=True)
-    assert seen_pictures(tmp_path / "one") == 12
-    assert len(open_probe_set(tmp_path / "one", "train")) == 12
 
 
 # ------------------------------------------------------------------------------------------------ has the file ended?
@@ -808,12 +802,6 @@ def test_links_out_of_a_folder_of_texts_are_counted(tmp_path, capsys):
     said = capsys.readouterr().out
     assert report["pictures"] == 2 and "1 .heic" in said and "1 .txt" in said
     assert "1 links that lead out of the folder" in said
-    for n in range(2):
-        (folder / f"{n:04d}.png").rename(tmp_path / f"{n}.png")
-        (folder / f"{n:04d}.png").symlink_to(tmp_path / f"{n}.png")
-    (folder / "0002.png").unlink()
-    with pytest.raises(UserError, match="no picture that is read; .*3 links that lead out"):
-        packing(folder, tmp_path / "out2")
 
 
 # ----------------------------------------------------------------------------------------------- the text of a caption
@@ -899,28 +887,3 @@ def test_a_picture_is_found_by_the_name_that_a_table_gives_it(tmp_path, case, ta
     folder = write_files(tmp_path / "in", [(file, encoded(picture(0))), (table, content)])
     report = packing(folder / table, tmp_path / "out")
     assert (report["pictures"], report["captions"]) == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("cell", "size"),
-    [
-        (base64.b64encode(bytes(12_000)).decode(), "16,000"),
-        ("/9j/" + "4AAQ/" * 1000, "5,003"),  # a JPEG's base64 has slashes
-        ("data:image/png;base64,iVBO", "26"),
-    ],
-)
-def test_base64_is_named_in_a_short_sentence(tmp_path, cell, size):
-    table = write_table(tmp_path / "pairs.csv", [{"image": f'"{cell}"', "caption": "a dog"}])
-    with pytest.raises(UserError, match=f"a text of {size} characters .*base64") as error:
-        packing(table, tmp_path / "out")
-    assert len(str(error.value)) < 400
-
-
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    def without_locks(*_) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", without_locks)
-    write_atomically(tmp_path / "file", "is written all the same")
-    with pytest.raises(UserError, match=f"of {tmp_path} has no locks .*--cache"), locked(tmp_path):
-        pass

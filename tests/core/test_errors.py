@@ -15,8 +15,6 @@ import torch
 from open_clip.transform import image_transform
 from transformers import AutoConfig
 
-from open_clip_zerovl import cli
-from open_clip_zerovl import cli as program
 from open_clip_zerovl.core.errors import UserError, ended, printable
 from open_clip_zerovl.prepare.check import check_shards
 from support.tars import png, write_tar
@@ -119,11 +117,6 @@ def test_debug_shows_the_traceback_before_the_sentence(capsys, monkeypatch):
         monkeypatch.setenv("ZEROVL_DEBUG", variable)
         assert ended(raises(UserError("x")), "zerovl", words) == 2
         assert capsys.readouterr().err.splitlines()[-1] == "zerovl: error: x"
-    seen = []
-    monkeypatch.setattr(program, "function_of", lambda name: lambda: seen.append(name))
-    assert (
-        cli.main(["export", "--debug"]) == cli.main(["--debug", "export"]) == 0 and len(seen) == 2
-    )
 
 
 WITHOUT = """

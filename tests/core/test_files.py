@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import stat
@@ -74,37 +76,13 @@ def test_an_error_in_the_block_is_itself_and_writes_nothing(tmp_path):
     assert os.listdir(tmp_path / "a") == []
 
 
-def test_an_impossible_path_gives_a_sentence(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"nothing was written"):
-        write_atomically(tmp_path / "file" / "below", "x")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match=r"folder cannot be written \(Is a directory\)"):
-        write_atomically(tmp_path / "folder", "x")
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
-
-
 def test_permissions_are_those_of_any_new_file(tmp_path):
-    save_tensor(tmp_path / "a")
-    kept = os.umask(0o027)
+    before = os.umask(0o027)
     try:
-        save_tensor(tmp_path / "b")
+        save_tensor(tmp_path / "a")
     finally:
-        os.umask(kept)
-    (tmp_path / "c").touch()
-    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "abc"]
-    assert modes == [modes[2], 0o640, modes[2]]
-
-
-def test_scratch_of_killed_processes_is_removed_and_that_of_other_files_kept(tmp_path):
-    killed = "import os, sys; from open_clip_zerovl.core.files import atomic_file\n"
-    killed += "with atomic_file(sys.argv[1]): os.kill(os.getpid(), 9)"
-    for name in ("a[1].json", "a1.json"):
-        subprocess.run([sys.executable, "-c", killed, str(tmp_path / name)], check=False)
-    assert len(list(tmp_path.glob(".*.part"))) == 2
-    write_atomically(tmp_path / "a[1].json", "x")
-    (left, _) = sorted(file.name for file in tmp_path.iterdir())
-    assert left.startswith(".a1.json.")
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
 
 
 def test_the_next_write_removes_what_killed_processes_left_and_nothing_that_is_being_written(
@@ -170,14 +148,13 @@ def test_a_file_that_was_replaced_while_waiting_is_locked_anew(tmp_path):
     os.close(found[0])
 
 
-def test_a_folder_is_locked_within_the_block(tmp_path):
-    with (
-        locked(tmp_path / "made"),
-        pytest.raises(UserError, match="busy"),
-        locked(tmp_path / "made", busy="busy"),
-    ):
-        pass
-    with locked(tmp_path / "made", busy="busy"):
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def without_locks(*_) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    write_atomically(tmp_path / "file", "is written all the same")
+    with pytest.raises(UserError, match=f"of {tmp_path} has no locks .*--cache"), locked(tmp_path):
         pass
 
 
@@ -224,9 +201,6 @@ def test_a_folder_of_other_files_is_not_claimed(tmp_path):
         claim(tmp_path / "request.json", REQUEST)
     (tmp_path / "thesis.txt").unlink()
     assert not claim(tmp_path / "request.json", REQUEST)
-    (tmp_path / "request.json").write_text("{")
-    with pytest.raises(UserError, match=r"request.json cannot be read .*remove it"):
-        claim(tmp_path / "request.json", REQUEST)
 
 
 def test_a_digest_divides_its_parts_and_knows_bytes_from_text():

@@ -62,19 +62,10 @@ def test_another_module_called_training_is_never_started(tmp_path):
 
 def test_a_foreign_training_program_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_FOLDER", tmp_path)
-    with pytest.raises(UserError, match="is not whole"):
-        training_command([])
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "main.py").write_text("from open_clip import create_model")
     with pytest.raises(UserError, match="another package called training was installed over it"):
         training_command([])
-
-
-def test_the_command():
-    program = str(ROOT / "src" / "training" / "main.py")
-    assert training_command(["--lr", "1"]) == [sys.executable, program, "--lr", "1"]
-    assert training_command(["--lr", "1"], 2)[2:] == ["--processes", "2", "--", "--lr", "1"]
-    assert training_command([], None)[2:] == ["--processes", "gpus", "--"]
 
 
 @pytest.mark.parametrize(
@@ -88,12 +79,8 @@ def test_the_command():
 )
 def test_gpus_is_taken_out_of_the_flags(words, gpus, rest):
     assert take_gpus(words) == (gpus, rest)
-
-
-@pytest.mark.parametrize("words", [["--gpus"], ["--gpus", "some"], ["--gpus=0"], ["--gpus", "-1"]])
-def test_a_bad_number_of_gpus_is_refused(words):
-    with pytest.raises(UserError, match="--gpus"):
-        take_gpus(words)
+    with pytest.raises(UserError, match="--gpus 0"):
+        take_gpus([*words, "--gpus=0"])
 
 
 @pytest.fixture
@@ -134,11 +121,6 @@ def test_a_driver_that_hangs_is_named(four_gpus, tmp_path, monkeypatch):
     assert [program.poll() for program in ended] == [None]  # it is not waited for
     ended[0].kill()
     ended[0].wait()
-
-
-def test_without_nvidias_driver_there_is_no_gpu(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_memories({}) == gpu_memories({"CUDA_VISIBLE_DEVICES": "0,1"}) == []
 
 
 @pytest.mark.parametrize(

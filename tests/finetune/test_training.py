@@ -90,16 +90,6 @@ def test_a_call_goes_on_where_one_stopped(run):
     assert said[0] == "going on after epoch 2" and len(said) == 5  # with the time left
 
 
-def test_a_failed_training_says_its_last_words(run):
-    with pytest.raises(
-        UserError, match=r"status 2: --lr 7 is too much \(the whole output: .*training.log\)"
-    ):
-        train(
-            run([], epochs=3, status=2, words="training.main: error: --lr 7 is too much"),
-            lambda line: None,
-        )
-
-
 @pytest.mark.parametrize(
     ("scores", "patience", "expected"),
     [

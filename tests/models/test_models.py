@@ -234,7 +234,7 @@ def test_text_models_that_cannot_serve_are_refused(bert, small, tmp_path, monkey
     (garbled / "config.json").write_text("{")
     for name, source, words in (
         (small, broken("word", vocab_size="many"), "give the config of an HF text tower"),
-        (small, "./brt", r"folder ./brt does not exist \(seen from .*\); did you mean bert\?"),
+        (small, "./brt", r"folder ./brt does not exist \(seen from .*\)$"),
         (small, "some/where/deep", "does not exist"),
         (small, garbled, r"config\.json cannot be read"),
         (small, no_tokenizer, "holds no tokenizer"),

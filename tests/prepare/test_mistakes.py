@@ -638,14 +638,7 @@ def test_the_command_line_ends_in_the_command_to_type(tmp_path, capsys, monkeypa
         finetune.replace("ViT-B-32/laion2b_s34b_b79k", "hf-hub:me/clip"),
         align.replace(IMAGE, "timm:small.in1k"),
     ]  # what lies on this disk, and nothing to fetch
-    assert (
-        main(["data", "pack", "my pets", "--out", "my out", "--caption-column", "captoin", "texts"])
-        == 2
-    )
-    assert "did you mean" not in capsys.readouterr().err  # nothing is near
-    # Before torch is loaded: in a moment, then, and with the name that was meant.
-    assert main(["data", "pack", "my pts", "--out", "out"]) == 2
-    assert "my pts does not exist; did you mean my pets?" in capsys.readouterr().err
+    # A mistake is said before torch is loaded.
     program = "import open_clip_zerovl.prepare.pack, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 

@@ -86,7 +86,6 @@ class Pairing:
     """One pairing of encoders, with the best of its seeds.
 
     Attributes:
-        names: of both encoders, as tables show them.
         of_seeds: held-out RSUM of each seed.
         seconds: duration of the trainings of all seeds.
         of_sources: metrics of each source's held-out pictures among themselves; {} for one source.
@@ -96,7 +95,6 @@ class Pairing:
 
     image: Tower
     text: Tower
-    names: tuple[str, str]
     task: Task
     recipe: Recipe
     outcome: Outcome
@@ -109,7 +107,7 @@ class Pairing:
     @property
     def name(self) -> str:
         """Join the names of both encoders."""
-        return " + ".join(self.names)
+        return f"{self.image.name} + {self.text.name}"
 
     @property
     def rsum(self) -> float:
@@ -121,8 +119,8 @@ class Pairing:
         metrics, (low, high) = self.outcome.metrics, self.interval
         of_seeds = " ".join(f"{score:.0f}" for score in self.of_seeds)
         return {
-            "image": self.names[0],
-            "text": self.names[1],
+            "image": self.image.name,
+            "text": self.text.name,
             "widths": f"{self.image.width}, {self.text.width}",
             **{f"{short} R@1": f"{100 * metrics[f'{way}_R@1']:.1f}" for way, short in WAYS.items()},
             "RSUM": f"{self.rsum:.1f}",
@@ -404,11 +402,10 @@ class Alignment:
             results.append((train_heads(task, recipe, folder, checked=say_check), recipe))
         best, recipe = max(results, key=lambda result: result[0].metrics["rsum"])
         scores = [outcome.metrics["rsum"] for outcome, _ in results]
-        names = short_names(request.images)[image.name], short_names(request.texts)[text.name]
         seconds = sum(outcome.seconds for outcome, _ in results)
         of_sources = self._of_sources(best.heads, task)
         top1 = caption_accuracy(best.heads, task) if self.classes else None
-        return Pairing(image, text, names, task, recipe, best, scores, seconds, of_sources, top1)
+        return Pairing(image, text, task, recipe, best, scores, seconds, of_sources, top1)
 
     def _of_sources(self, heads: Heads, task: Task) -> dict[str, dict[str, float]]:
         """Compute the metrics of the held-out pictures of each source, or held-out set, alone.
@@ -472,7 +469,7 @@ class Alignment:
             for number, (pairing, colour) in enumerate(
                 zip(ranked[:DRAWN], MODEL_COLOURS, strict=False), start=1
             ):
-                name = f"{number}: {' + '.join(name[-18:] for name in pairing.names)}"
+                name = f"{number}: {pairing.image.name[-18:]} + {pairing.text.name[-18:]}"
                 checks = list(zip(*pairing.outcome.scores, strict=True))
                 drawn.append(Line(name, checks[0], checks[column], colour, {"marker": "o"}))
             return drawn
@@ -529,19 +526,3 @@ class Alignment:
         # The page's facts have the sentence on the best possible RSUM.
         metrics = {name: value for name, value in shown.metrics.items() if name != "rsum_best"}
         return gallery_of([replace(shown, metrics=metrics)])
-
-
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Shorten names by the folders with which all begin and end, unless this leaves nothing of one."""
-    parts = [name.split("/") for name in names]
-    begin, end = (
-        sum(
-            1
-            for _ in itertools.takewhile(
-                lambda level: len(set(level)) == 1, zip(*of_all, strict=False)
-            )
-        )
-        for of_all in (parts, [part[::-1] for part in parts])
-    )
-    short = ["/".join(part[begin : len(part) - end]) for part in parts]
-    return dict(zip(names, short if all(short) else names, strict=True))

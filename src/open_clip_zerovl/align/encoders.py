@@ -168,25 +168,7 @@ def open_tower(
         raise UserError(
             f"--context-length is of hf: encoders, and {name} is a model of open_clip, whose texts have its own length"
         )
-    if form := _form_of_path(Path(name).expanduser()):
-        raise UserError(f"{name} is no model of open_clip; give {form}")
     return _of_open_clip(name, side, load)
-
-
-def _form_of_path(path: Path) -> str | None:
-    """Write how a folder or file of another library is given.
-
-    Returns:
-        None for open_clip's.
-    """
-    if path.suffix in (".pth", ".safetensors") and path.is_file():
-        return f"timm:NAME,{path} with timm's name of the network"
-    config = path / "config.json"
-    if not config.is_file() or (path / "open_clip_config.json").is_file():
-        return None
-    entries = json.loads(config.read_text(encoding="utf-8"))
-    library = "timm" if "architecture" in entries else "hf" if "model_type" in entries else None
-    return library and f"{library}:{path}"
 
 
 def _timm(name: str, place: str) -> Tower:

@@ -26,7 +26,6 @@ from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import digest_of, number_of
 from open_clip_zerovl.core.randomness import Purpose, stream
-from open_clip_zerovl.data.components import kind_of
 from open_clip_zerovl.data.names import PER_EPOCH
 from open_clip_zerovl.data.sets import parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
@@ -81,21 +80,14 @@ def open_sources(train_data: str, held_out: str) -> Sources:
         held_out: sets as `parse_retrieval_data` takes them, of shards.
 
     Raises:
-        UserError: as `parse_sources` and `parse_retrieval_data`; a held-out set of annotations.
+        UserError: as `parse_sources` and `parse_retrieval_data`.
     """
     training = parse_sources(train_data, captions=PER_EPOCH)
     held: tuple[Source, ...] = ()
     if held_out:
-        sets = parse_retrieval_data(held_out)
-        for place in sets.values():
-            if (form := kind_of(str(place))).kind == "annotations" or form.beside is not None:
-                raise UserError(
-                    f"--retrieval-data {place}: align reads held-out pairs from shards (`zerovl data public coco` writes "
-                    "them) or a table beside its pictures"
-                )
         places = {
             name: place / "test" if (place / "test").is_dir() else place
-            for name, place in sets.items()
+            for name, place in parse_retrieval_data(held_out).items()
         }
         named = "::".join(f"{name}={place}" for name, place in places.items())
         held = parse_sources(named, captions=PER_EPOCH, evaluation=True, split="test")

@@ -32,7 +32,7 @@ from open_clip_zerovl.checkpoints.weights import (
     read_state_dict,
 )
 from open_clip_zerovl.core.errors import UserError, first_line
-from open_clip_zerovl.core.files import did_you_mean, reading
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.build import check_model
 from open_clip_zerovl.models.configs import (
     CONFIG_FILE,
@@ -500,7 +500,6 @@ def _name_and_tag(text: str) -> tuple[str, str]:
             f"'{text}' names no weights: write {bare}/TAG, with a tag of open_clip's ({tags})"
             if bare in known
             else f"'{text}' is not a model; give a folder with {CONFIG_FILE}, a checkpoint file, or open_clip's NAME/TAG"
-            + did_you_mean(text)
         )
     # open_clip only warns, and computes other embeddings than the weights were trained for.
     if (get_pretrained_cfg(name, tag) or {}).get("quick_gelu") and not (

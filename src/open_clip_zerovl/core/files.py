@@ -30,7 +30,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from open_clip_zerovl.core.errors import UserError, first_line, nearest
+from open_clip_zerovl.core.errors import UserError, first_line
 
 if TYPE_CHECKING:  # numpy loads slowly; a command line gets its error messages without it
     import numpy as np
@@ -293,21 +293,6 @@ def free_space(folder: str | os.PathLike[str]) -> tuple[Path, int]:
     """Return the nearest existing folder at or above `folder`, and the free bytes of its disk."""
     place = _existing(Path(folder).absolute())
     return place, shutil.disk_usage(place).free
-
-
-def did_you_mean(path: str | os.PathLike[str], otherwise: str = "") -> str:
-    """End a sentence on a path that does not exist with the path that was meant.
-
-    Args:
-        otherwise: the end if no entry of the path's folder has a similar name.
-    """
-    path = Path(path).expanduser()
-    try:
-        names = os.listdir(path.parent)
-    except OSError:
-        return otherwise
-    similar = nearest(path.name, names, cutoff=0.7)
-    return otherwise if similar is None else f"; did you mean {path.with_name(similar)}?"
 
 
 def _refused(path: str | os.PathLike[str], error: OSError) -> UserError:

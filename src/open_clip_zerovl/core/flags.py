@@ -29,7 +29,6 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from itertools import takewhile
 from typing import Any, NoReturn, TypeVar
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence
@@ -302,12 +301,11 @@ class Parser(argparse.ArgumentParser):
         self.flags: list[Flag] = []
 
     def parse_args(self, args=None, namespace=None):
-        """Parse as argparse does, and name a misspelt flag before a required one that it may stand for.
+        """Parse as argparse does, and check ranges.
 
         Raises:
             UserError: a value out of its flag's range.
         """
-        self._words = list(args or ())
         parsed = super().parse_args(args, namespace)
         for sentence in out_of_range(self.flags, parsed):
             raise UserError(sentence)
@@ -319,12 +317,6 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UserError: always.
         """
-        if "are required: " in message:
-            words = takewhile(lambda word: word != "--", self._words)
-            flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-            unknown = [flag for flag in flags if flag not in self._option_string_actions]
-            if unknown:
-                message = f"unrecognized arguments: {unknown[0]}"
         raise UserError(argparse_sentence(message, self._option_string_actions, self.help_command))
 
 

@@ -25,19 +25,17 @@ from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import (
     CONTENT,
     claim,
-    did_you_mean,
     difference,
     digest_of,
     file_digests,
 )
 from open_clip_zerovl.data.components import kind_of
-from open_clip_zerovl.data.names import CLASS_NAMES, NAME, PER_EPOCH, is_named
+from open_clip_zerovl.data.names import CLASS_NAMES, NAME, PER_EPOCH
 from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, content_of_sources, parse_sources
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet, open_labelled_set
 from open_clip_zerovl.models.configs import LOCAL_DIR
 from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
-from open_clip_zerovl.shards.urls import local_path
 
 SPLITS = ("test", "val", "train")  # folders with these names are not sources
 HELD_OUT = "held-out"
@@ -74,11 +72,6 @@ def find_data(data: str, say: Say = logging.info) -> FinetuneData:
     Raises:
         UserError: data that is not there or cannot be packed.
     """
-    alone = not (
-        is_named(data) or "::" in data or local_path(data) is None or re.search(r"[{}*]", data)
-    )
-    if alone and not Path(data).expanduser().exists():
-        raise UserError(f"--data {data} does not exist" + did_you_mean(data, "; correct the path"))
     if not Path(data).expanduser().is_dir():
         parts = [
             part if NAME.fullmatch(part) else f"{_name_of(part)}={part}"

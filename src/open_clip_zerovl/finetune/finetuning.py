@@ -50,8 +50,6 @@ from open_clip_zerovl.data.sets import parse_retrieval_data
 from open_clip_zerovl.data.splits import list_of_trained, trained_on
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.evaluate.curve import require_possible
-from open_clip_zerovl.evaluate.metrics import recall_bounds
-from open_clip_zerovl.evaluate.settings import RetrievalSettings
 from open_clip_zerovl.features.sources import cut_captions
 from open_clip_zerovl.finetune import data as pairs
 from open_clip_zerovl.finetune.data import digest_of_model
@@ -72,7 +70,6 @@ from open_clip_zerovl.finetune.split import (
 from open_clip_zerovl.models.configs import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
 from open_clip_zerovl.recipe.flags import Settings, as_arguments
 from open_clip_zerovl.report.run import epoch_checkpoints
-from open_clip_zerovl.report.verdicts import LOW_BEST, SHARED_CAPTIONS, ceiling_remarks
 
 REQUEST, SETTINGS = "request.json", "settings.json"
 MODEL = f"{CONTENT}--from"  # in REQUEST
@@ -307,20 +304,10 @@ def _announce(prepared: Prepared, settings: Sequence[Setting], say: Say) -> None
             f"note: {cut:,} of {looked:,} sampled captions are longer than the model's {length} tokens (the longest has "
             f"{longest}) and are cut; say first what matters most in a caption"
         )
-    for name, dataset in pairs.sets_of(prepared.split.new).items():
-        texts = [
-            sample.captions[: RetrievalSettings.captions_per_image] for sample in dataset.samples
-        ]
-        images = [number for number, captions in enumerate(texts) for _ in captions]
-        best = recall_bounds([text for captions in texts for text in captions], images)["rsum_best"]
-        if pairs.all_classes(prepared.split.new):
-            say(
-                f"note: {name}: pictures of a class share captions, so zero-shot top-1 chooses epoch and weights, not RSUM"
-            )
-        elif best < LOW_BEST:
-            alone = any(source.classes for source in prepared.sources)
-            here = "" if alone else f"{SHARED_CAPTIONS.capitalize()}: --set positives=caption."
-            say(f"note: {' '.join(ceiling_remarks({name: best}))} {here}")
+    if pairs.all_classes(prepared.split.new):
+        say(
+            "note: pictures of a class share captions, so zero-shot top-1 chooses epoch and weights, not RSUM"
+        )
     say("settings (--set FLAG=VALUE replaces one):")
     for setting in settings:
         say(str(setting))

@@ -21,7 +21,7 @@ import open_clip
 from open_clip.factory import get_model_config, parse_model_name
 
 from open_clip_zerovl.core.errors import UserError, nearest
-from open_clip_zerovl.core.files import did_you_mean, reading
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.models.configs import (
     DEFAULT_CONTEXT_LENGTH,
     TEXT_WEIGHTS,
@@ -176,8 +176,7 @@ def _check_text_source(source: str, context_length: int, made_by: str) -> None:
         return
     if not folder.is_dir():
         raise UserError(
-            f"the text tower's folder {source} does not exist (seen from {Path.cwd()})"
-            + (made_by or did_you_mean(source))
+            f"the text tower's folder {source} does not exist (seen from {Path.cwd()}){made_by}"
         )
     check_text_tower(folder, context_length)
 

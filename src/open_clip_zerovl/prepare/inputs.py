@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.files import did_you_mean, digest_of
+from open_clip_zerovl.core.files import digest_of
 from open_clip_zerovl.data.components import expand_shards
 from open_clip_zerovl.data.splits import FolderSplits, split_above, split_of_name
 from open_clip_zerovl.prepare.columned import SplitTables, TableReader, open_json
@@ -112,7 +112,7 @@ def open_input(
         UserError: no such input, one of no known form or of several forms, or an error that the reader raises.
     """
     if not path.exists():
-        raise UserError(f"{path} does not exist" + did_you_mean(path, ": correct the path"))
+        raise UserError(f"{path} does not exist: correct the path")
     path = path.absolute()
     form = form or form_of(path)
     if form in ("folder", "classes"):

@@ -154,25 +154,16 @@ def bounds_remarks(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if not_above_chance(metrics)
     ]
     sentences = [f"Not above chance: {', '.join(at_chance)}."] if at_chance else []
-    ceilings = {name: metrics.get("rsum_best", 600.0) for name, metrics in results.items()}
-    return sentences + ceiling_remarks(ceilings)
-
-
-def ceiling_remarks(best: Mapping[str, float]) -> list[str]:
-    """Write a sentence on the sets in which few captions serve many pictures.
-
-    Args:
-        best: set -> RSUM of the best possible model, which cannot tell pictures of one caption apart by it.
-
-    Returns:
-        [] if there are none.
-    """
-    low = [f"{name} {value:.0f}" for name, value in best.items() if value < LOW_BEST]
-    if not low:
-        return []
-    return [
-        f"Few captions serve many pictures, so that of 600 RSUM can reach at most: {', '.join(low)}."
+    low = [
+        f"{name} {metrics['rsum_best']:.0f}"
+        for name, metrics in results.items()
+        if metrics.get("rsum_best", 600.0) < LOW_BEST
     ]
+    if low:
+        sentences.append(
+            f"Few captions serve many pictures, so that of 600 RSUM can reach at most: {', '.join(low)}."
+        )
+    return sentences
 
 
 def not_above_chance(metrics: Mapping[str, Any]) -> bool:
