@@ -129,7 +129,7 @@ ODD = {
     # data
     "retrieval exp --data bomb": "too large to decode",
     "retrieval exp --data latin": "is not UTF-8",
-    "retrieval exp --data karpathy.json": "the key 'annotations'",
+    "retrieval exp --data karpathy.json": "it lacks 'annotations'",
     "linear-probe exp --train bombprobe --test probe --out p1": "the image of sample .0.png. cannot be read",
     "linear-probe exp --train notatar --test probe --out p2": "is not a readable",
     "data check binarysizes": "sizes.json cannot be read .*to have the shards counted",
