@@ -5,6 +5,7 @@ The real one is started by hand in a folder of its own: munged, slurmctld and tw
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -18,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from support import ROOT
 from support.tars import write_source
 from support.tiny_clip import NUMBERED, write_bert
 
 SBATCH = ROOT / "scripts" / "paper" / "train.sbatch"
-RECIPES = ("-m", "scripts.paper.recipes")
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
 
@@ -194,13 +195,11 @@ def test_ended_by_slurm_it_leaves_the_queue_to_slurm(stub):
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 def slurm_conf(folder: Path) -> str:
@@ -225,40 +224,11 @@ def slurm_conf(folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass
-class Slurm:
-    """The running cluster, as its commands see it."""
-
-    folder: Path
-
-    def __call__(self, *command: str) -> str:
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    @property
-    def environment(self) -> dict[str, str]:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "SBATCH_"))
-        }
-        return {
-            **kept,
-            "SLURM_CONF": str(self.folder / "slurm.conf"),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-
-    def state_of(self, job: str) -> str:
-        shown = self("scontrol", "--oneliner", "show", "job", job)
-        return shown.partition("JobState=")[2].split()[0]
+Command = Callable[..., str]  # of SLURM; its output
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory) -> Iterator[Slurm]:
+@pytest.fixture
+def slurm(tmp_path_factory, monkeypatch) -> Iterator[Command]:
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o700)
     for name in ("state", "spool-n1", "spool-n2"):
@@ -266,80 +236,31 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
     (folder / "slurm.conf").write_text(slurm_conf(folder))
-    cluster = Slurm(folder)
-    munged = ["munged", "--foreground", "--force"]
-    munged += [f"--{what}={folder}/munge.{what}" for what in ("socket",)]
-    munged += [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
-    daemons: list[subprocess.Popen] = []
-    try:
-        for command in (
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    files = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
+    munged = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files]
+
+    def command(*words: str) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def idle_nodes() -> int:
+        words = ["sinfo", "--noheader", "--Node", "--format=%t"]
+        return subprocess.run(words, capture_output=True, text=True).stdout.split().count("idle")
+
+    with contextlib.ExitStack() as daemons:
+        for words in (
             munged,
             ["slurmctld", "-D", "-c"],
-            ["slurmd", "-D", "-N", "n1"],
-            ["slurmd", "-D", "-N", "n2"],
+            *(["slurmd", "-D", "-N", n] for n in ("n1", "n2")),
         ):
-            with open(folder / "daemons.err", "a") as errors:
-                daemons.append(
-                    subprocess.Popen(command, env=cluster.environment, stdout=errors, stderr=errors)
-                )
-            if command is munged:
+            daemon = daemons.enter_context(subprocess.Popen(words, stderr=subprocess.DEVNULL))
+            daemons.callback(daemon.terminate)
+            if words is munged:
                 wait_for((folder / "munge.socket").exists, 20, "munged")
-        wait_for(
-            lambda: idle_nodes(cluster) == 2,
-            60,
-            f"two idle nodes; {folder} holds the daemons' logs",
-            every=1,
-        )
-        yield cluster
-    finally:
-        for daemon in reversed(daemons):
-            daemon.terminate()
-        for daemon in daemons:
-            try:
-                daemon.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-
-
-def idle_nodes(cluster: Slurm) -> int:
-    command = ["sinfo", "--noheader", "--Node", "--format=%t"]
-    done = subprocess.run(
-        command, env=cluster.environment, capture_output=True, text=True, timeout=60
-    )
-    return done.stdout.split().count("idle")
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> tuple[Path, list[str]]:
-    """A folder for logs, and recipe settings of a run of 100 short steps on two ranks."""
-    folder = tmp_path_factory.mktemp("runs")
-    bert = write_bert(folder / "bert", words=NUMBERED)
-    data = "::".join(
-        f"{name}={write_source(folder / name, first, 120, 40)}"
-        for name, first in (("a", 0), ("b", 1000))
-    )
-    values = [
-        "model=zerovl-emoji", f"text-model={bert}", f"train-data={data}", f"logs={folder / 'logs'}",
-        "pretrained-image=", "token-drop=", "auto-augment=", "aug-cfg=", "retrieval-data=",
-        "batch-size=4", "effective-batch=16", "train-num-samples=1600", "epochs=1",
-        "save-every-steps=5", "log-every-n-steps=5",
-    ]  # fmt: skip
-    return folder, [word for value in values for word in ("--set", value)]
-
-
-def submit(cluster: Slurm, folder: Path, values: list[str], name: str) -> tuple[str, Path]:
-    """Submit train-14m on two nodes; its job id and log."""
-    out = cluster(
-        sys.executable, *RECIPES, "train-14m", "--gpus", "0", "--processes", "1", "--nodes", "2",
-        "--sbatch=--cpus-per-task=2", f"--sbatch=--output={folder}/%j.log", *values, "--set", f"name={name}",
-    )  # fmt: skip
-    job = out.split()[-1]
-    return job, folder / f"{job}.log"
-
-
-def steps_saved(folder: Path, name: str) -> int:
-    names = (folder / "logs" / name / "checkpoints").glob("step_*.pt")
-    return max((int(path.stem.rsplit("_", 1)[1]) for path in names), default=0)
+        wait_for(lambda: idle_nodes() == 2, 60, f"two idle nodes; {folder} holds logs", every=1)
+        yield command
 
 
 needs_slurm = pytest.mark.skipif(
@@ -351,62 +272,56 @@ needs_slurm = pytest.mark.skipif(
 @needs_slurm
 @pytest.mark.slow  # four starts of two ranks each with SLURM's pauses between them: about three minutes on two cores
 @pytest.mark.timeout(900)
-def test_a_run_requeued_by_slurm_ends_as_if_never_interrupted(slurm, settings):
-    """Two nodes, one rank each. SIGUSR1 (short of time), then `scontrol requeue` (preemption), then to the end."""
-    folder, values = settings
-    assert (
-        slurm("sbatch", "--test-only", "--cpus-per-task=2", "--nodes=2", str(SBATCH), "--name", "a")
-        == ""
+def test_a_run_requeued_by_slurm_ends_as_if_never_interrupted(slurm, tmp_path):
+    """100 short steps on two nodes, one rank each. SIGUSR1 (short of time), `scontrol requeue` (preemption), to the end."""
+    bert = write_bert(tmp_path / "bert", words=NUMBERED)
+    data = "::".join(
+        f"{name}={write_source(tmp_path / name, first, 120, 40)}"
+        for name, first in (("a", 0), ("b", 1000))
     )
-    job, log = submit(slurm, folder, values, "broken")
-    wait_for(lambda: steps_saved(folder, "broken") >= 10, 240, "step 10")
+    values = [
+        "model=zerovl-emoji", f"text-model={bert}", f"train-data={data}", f"logs={tmp_path / 'logs'}",
+        "train-data-upsampling-factors=", "pretrained-image=", "token-drop=", "auto-augment=", "aug-cfg=",
+        "retrieval-data=", "batch-size=4", "effective-batch=16", "train-num-samples=1600", "epochs=1",
+        "save-every-steps=5", "log-every-n-steps=5",
+    ]  # fmt: skip
+    run = [sys.executable, "-m", "scripts.paper.recipes", "train-14m", "--gpus", "0"]
+    run += [word for value in values for word in ("--set", value)]
+    checkpoints = {name: tmp_path / "logs" / name / "checkpoints" for name in ("broken", "whole")}
+
+    def steps_saved() -> int:
+        names = checkpoints["broken"].glob("step_*.pt")
+        return max((int(path.stem.rsplit("_", 1)[1]) for path in names), default=0)
+
+    slurm("sbatch", "--test-only", "--cpus-per-task=2", "--nodes=2", str(SBATCH), "--name", "a")
+    options = ["--sbatch=--cpus-per-task=2", f"--sbatch=--output={tmp_path}/%j.log"]
+    job = slurm(*run, "--processes", "1", "--nodes", "2", *options, "--set", "name=broken").split()[
+        -1
+    ]
+    log = tmp_path / f"{job}.log"
+    wait_for(lambda: steps_saved() >= 10, 240, "step 10")
     slurm("scancel", "--signal=USR1", "--batch", job)
     wait_for(lambda: "start 1:" in log.read_text(), 240, "the second start")
     assert "back into the queue" in log.read_text()
-    first = steps_saved(folder, "broken")
-    wait_for(lambda: steps_saved(folder, "broken") >= first + 10, 240, "ten more steps")
+    first = steps_saved()
+    wait_for(lambda: steps_saved() >= first + 10, 240, "ten more steps")
     slurm("scontrol", "requeue", job)
     wait_for(lambda: "start 2:" in log.read_text(), 240, "the third start")
-    second = steps_saved(folder, "broken")
+    second = steps_saved()
     assert 10 <= first < second < 100
-    wait_for(lambda: slurm.state_of(job) not in ("RUNNING", "COMPLETING"), 300, "the end", every=1)
+    shown = ("scontrol", "--oneliner", "show", "job", job)
+    wait_for(lambda: "JobState=COMPLETED " in slurm(*shown), 300, "the end", every=1)
     words = log.read_text()
-    assert slurm.state_of(job) == "COMPLETED", words[-3000:]
     assert "2 node(s), n[1-2]" in words and words.count("goes on after step") == 2
-    for step in (first, second):
-        assert f"step_0000_{step:08d}.pt" in words
+    assert all(f"step_0000_{step:08d}.pt" in words for step in (first, second))
 
-    whole = [
-        sys.executable,
-        *RECIPES,
-        "train-14m",
-        "--no-slurm",
-        "--gpus",
-        "0",
-        "--processes",
-        "2",
-        *values,
-    ]
-    done = subprocess.run(
-        [*whole, "--set", "name=whole"],
-        env=slurm.environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    import torch
-
-    ours, theirs = (
-        torch.load(folder / "logs" / name / "checkpoints" / "epoch_1.pt", weights_only=True)[
-            "state_dict"
-        ]
-        for name in ("broken", "whole")
-    )
+    whole = [*run, "--no-slurm", "--processes", "2", "--set", "name=whole"]
+    subprocess.run(whole, check=True, timeout=240)
+    ours, theirs, before = (
+        torch.load(file, weights_only=True)["state_dict"]
+        for file in (*(folder / "epoch_1.pt" for folder in checkpoints.values()),
+                     checkpoints["whole"] / "step_0000_00000095.pt")
+    )  # fmt: skip
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    before = torch.load(
-        folder / "logs" / "whole" / "checkpoints" / "step_0000_00000095.pt", weights_only=True
-    )
-    assert not all(
-        torch.equal(before["state_dict"][key], theirs[key]) for key in theirs
-    )  # the comparison sees 5 steps
+    # The comparison sees 5 steps.
+    assert not all(torch.equal(before[key], theirs[key]) for key in theirs)
