@@ -1,17 +1,15 @@
 """Replacements in open_clip's main: a line of releases whose names and signatures are known, each really used."""
 
 from argparse import Namespace
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import open_clip
 import open_clip_train.main as host
 import pytest
-from packaging.requirements import Requirement
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.releases import INSTALL, OPENCLIP_V3, OPENCLIP_V4, line_here, line_of
+from open_clip_zerovl.core.releases import OPENCLIP_V3, OPENCLIP_V4, line_of
 from open_clip_zerovl.models.build import check_model
 from support.tars import write_source
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
@@ -38,12 +36,6 @@ def main_with(line, *, without: str = "", unused: str = "", other: str = "") -> 
     return module
 
 
-def test_the_installed_open_clip_is_of_a_supported_line():
-    line = hooks.check_host()
-    assert line.release.holds(open_clip.__version__) and line.release is line_here()
-    assert set(line.names) <= set(host.main.__code__.co_names)
-
-
 @pytest.mark.parametrize("version", ["3.2.0", "3.4.1", "2.30.0", "5.0.0"])
 def test_a_release_whose_main_was_not_read_is_refused(version):
     with pytest.raises(
@@ -51,20 +43,6 @@ def test_a_release_whose_main_was_not_read_is_refused(version):
         match=rf"open_clip_torch {version} is not supported, 3\.3\.x and 4\.x are; pip install",
     ):
         hooks.check_host(main_with(V3), version)
-
-
-def test_what_is_installed_is_the_release_that_was_tested():
-    """A wheel asks for the line that the registry has; the other runs from a checkout."""
-    (wanted,) = [
-        Requirement(text)
-        for text in metadata.requires("open_clip_zerovl")
-        if text.startswith("open_clip_torch")
-    ]
-    assert (
-        wanted.specifier == Requirement(INSTALL.removeprefix("pip install ").strip("'")).specifier
-    )
-    assert wanted.specifier.contains(OPENCLIP_V3.read)
-    assert not wanted.specifier.contains(OPENCLIP_V4.read, prereleases=True)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +154,11 @@ def test_a_parameter_that_a_replacement_does_not_take_is_refused(monkeypatch):
 
 
 def test_what_is_replaced_is_put_back():
-    line, before = hooks.check_host(), host.get_data
+    before = host.get_data
     with pytest.raises(ZeroDivisionError), hooks.replaced({"get_data": None}):
         assert host.get_data is None
         raise ZeroDivisionError
     assert host.get_data is before
-    assert line in hooks.LINES.values()
 
 
 @pytest.mark.line("4", reason="these flags are of open_clip 4")
