@@ -18,7 +18,6 @@ from open_clip_zerovl.recipe.build import apply_methods
 from open_clip_zerovl.recipe.flags import RecipeConfig
 from open_clip_zerovl.recipe.optimizer import (
     Rates,
-    described_groups,
     optimizer_step,
     parameter_groups,
 )
@@ -26,7 +25,6 @@ from open_clip_zerovl.recipe.towers import checkpoint_without_reentry, freeze, l
 from support.dga_reference import CONTEXT, VOCABULARY, batches, bert_clip
 from support.tiny_clip import CLIP_TEXT, TIMM_VISION
 from support.two_towers import stock_clip
-from training.checkpointing import keep_settings
 from training.model import cosine_lr, create_adamw
 
 
@@ -141,22 +139,6 @@ def test_a_part_trains_as_a_whole_model_with_its_rate():
         image = name.startswith("visual.") and name != "visual.proj"
         torch.testing.assert_close(change, (half if image else whole)[name], rtol=1e-12, atol=1e-15)
         assert not image or not torch.allclose(change, whole[name])
-
-
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_resume_takes_the_rates_of_its_command_line(taken, caplog):
-    """torch silently loads those of the checkpoint (the second case); a rate of another part is other groups to it."""
-    saved = adamw(bert_clip(), lr_image=1e-3, layer_decay=0.5).state_dict()
-    resumed = adamw(bert_clip(), lr_image=2e-3, layer_decay=0.5)
-    wanted = described_groups(resumed)
-    if taken:
-        keep_settings(resumed, taken=True)
-    resumed.load_state_dict(saved)
-    assert (described_groups(resumed) == wanted) is taken
-    assert ("takes rate_scale" in caplog.text) is taken
-    for others in ({"lr_head": 1e-3}, {"no_embedding_decay": True}):
-        with pytest.raises(ValueError, match="loaded state dict has a different number"):
-            keep_settings(adamw(bert_clip(), **others), taken=True).load_state_dict(saved)
 
 
 def test_checkpointed_layers_above_constant_embeddings_train():

@@ -332,7 +332,7 @@ def test_what_auto_decided_holds_after_a_resume(train):
         assert printed.count("Graphs kept a step, as before this run was resumed: 3") == 1
 
 
-@pytest.mark.slow(reason="three trainings over three ranks; test_buckets has the cause in one")
+@pytest.mark.slow(reason="three trainings over three ranks; test_resume has the cause in one")
 def test_three_ranks_go_on_from_an_epochs_last_step(train):
     """A process that took its first step in a later epoch than its first had DDP's first layout there, and other last bits."""
     *_, whole = train(None, *KEEP, name="three-ranks", every=1, ranks=3)

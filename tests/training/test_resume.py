@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
+from torch import nn
 
 from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY
 from open_clip_zerovl.core.errors import UserError
@@ -16,7 +18,8 @@ from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.sampling.schedule import Batching
 from support.programs import COMMON, flat_tensors, kill_when, launch, state_of
 from support.tars import write_source
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, write_bert
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, NUMBERED, bert_text, register, write_bert
+from training import train
 from training.checkpointing import (
     SETTINGS_ENTRY,
     Position,
@@ -30,7 +33,9 @@ from training.checkpointing import (
     require_same_function,
     settings_of,
 )
+from training.main import main
 from training.params import parse
+from training.train import settle_buckets
 
 EPOCHS = 3
 
@@ -217,7 +222,7 @@ def test_a_model_of_the_same_shapes_and_another_function_is_not_resumed(saved, w
 
 def test_a_checkpoint_of_several_ranks_has_the_names_of_one(tmp_path):
     """DDP puts `module.` before every name; a run of one process goes on from it, and one of several from one without."""
-    model = torch.nn.Linear(2, 2)
+    model = nn.Linear(2, 2)
     for prefix in ("", "module."):
         state = {prefix + name: value for name, value in model.state_dict().items()}
         torch.save({"epoch": 1, "state_dict": state}, tmp_path / "a.pt")
@@ -226,29 +231,23 @@ def test_a_checkpoint_of_several_ranks_has_the_names_of_one(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", ["weight", "running_var", "exp_avg_sq"])
+@pytest.mark.parametrize("place", ["0.weight", "1.running_var", "exp_avg_sq"])
 def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(place, value):
     """Of a training and bare; infinite numbers have a place in a buffer, such as a mask."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
-    checkpoint = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
-    require_finite(checkpoint, model, "a.pt")
-    require_finite(checkpoint["state_dict"], model, "a.pt")
-    if place == "exp_avg_sq":
-        checkpoint["optimizer"]["state"][0][place].view(-1)[0] = value
-    else:
-        of = next(tensor for name, tensor in checkpoint["state_dict"].items() if place in name)
-        of.detach().view(-1)[0] = value
-    if place == "running_var" and value == float("inf"):
-        require_finite(checkpoint, model, "a.pt")
-        return
-    with pytest.raises(UserError, match=f"{place} .*of a.pt holds 1 numbers that are not finite"):
-        require_finite(checkpoint, model, "a.pt")
-    if place != "exp_avg_sq":
-        with pytest.raises(UserError, match="of a.pt holds 1 numbers"):
-            require_finite(checkpoint["state_dict"], model, "a.pt")
+    state, moments = model.state_dict(), optimizer.state_dict()
+    training = {"state_dict": state, "optimizer": moments}
+    require_finite(training, model, "a.pt")
+    {**state, "exp_avg_sq": moments["state"][0]["exp_avg_sq"]}[place].view(-1)[0] = value
+    refused = (place, value) != ("1.running_var", float("inf"))
+    for checkpoint in (training, state)[: 1 if place == "exp_avg_sq" else 2]:
+        with (
+            pytest.raises(UserError, match="of a.pt holds 1 numbers") if refused else nullcontext()
+        ):
+            require_finite(checkpoint, model, "a.pt")
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -257,29 +256,29 @@ def test_a_resumed_optimizer_takes_the_settings_of_the_command_line_or_says_that
 ):
     """torch's load_state_dict takes those of the checkpoint, and the log showed those of the command line."""
 
-    def optimizer(decay, betas, eps):
-        model = torch.nn.Linear(2, 2)
-        groups = [{"params": [model.bias], "weight_decay": 0.0}]
-        groups += [{"params": [model.weight], "weight_decay": decay}]
+    def optimizer(decay, betas, eps, rate_scale):
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.bias], "weight_decay": 0.0, "rate_scale": rate_scale}]
+        groups += [{"params": [model.weight], "weight_decay": decay, "rate_scale": rate_scale}]
         return torch.optim.AdamW(groups, lr=0.1, betas=betas, eps=eps)
 
-    saved = optimizer(0.2, (0.9, 0.98), 1e-6).state_dict()
-    same = keep_settings(optimizer(0.2, (0.9, 0.98), 1e-6), taken=taken)
+    before, now = (0.2, (0.9, 0.98), 1e-6, 1.0), (0.0, (0.9, 0.9), 1e-4, 0.5)
+    saved = optimizer(*before).state_dict()
+    same = keep_settings(optimizer(*before), taken=taken)
     same.load_state_dict(saved)
     assert not caplog.messages and same.state_dict()["param_groups"] == saved["param_groups"]
-    other = keep_settings(optimizer(0.0, (0.9, 0.9), 1e-4), taken=taken)
+    other = keep_settings(optimizer(*now), taken=taken)
     other.load_state_dict(saved)
-    settings = [
-        (group["weight_decay"], group["betas"], group["eps"]) for group in other.param_groups
-    ]
-    decay, betas, eps = (0.0, (0.9, 0.9), 1e-4) if taken else (0.2, (0.9, 0.98), 1e-6)
-    assert settings == [(0.0, betas, eps), (decay, betas, eps)]
+    group = other.param_groups[1]
+    held = tuple(group[name] for name in ("weight_decay", "betas", "eps", "rate_scale"))
+    assert held == (now if taken else before) and other.param_groups[0]["weight_decay"] == 0.0
     (said,) = caplog.messages
     assert said == (
-        "The resumed optimizer takes betas (0.9, 0.9) after (0.9, 0.98), eps 0.0001 after 1e-06, weight_decay 0.0 after 0.2."
+        "The resumed optimizer takes betas (0.9, 0.9) after (0.9, 0.98), eps 0.0001 after 1e-06, rate_scale 0.5 after 1.0, "
+        "weight_decay 0.0 after 0.2."
         if taken
         else "The resumed optimizer keeps the checkpoint's betas (0.9, 0.98), and not (0.9, 0.9), eps 1e-06, and not 0.0001, "
-        "weight_decay 0.2, and not 0.0."
+        "rate_scale 1.0, and not 0.5, weight_decay 0.2, and not 0.0."
     )
 
 
@@ -326,3 +325,51 @@ def test_an_optimizers_state_of_open_clip_3_goes_on_in_the_groups_of_4():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
     for state in (optimizer.state_dict(), {"state": {}, "param_groups": [{"params": [0, 1]}]}):
         assert of_this_line(state, model, optimizer) is state
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, image, text):
+        return {
+            "image_features": self.norm(self.image(image)),
+            "text_features": self.text(text),
+            "logit_scale": self.logit_scale.exp(),
+        }
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_layout_is_ready_before_the_first_step(compiled, one_rank):
+    model = nn.parallel.DistributedDataParallel(Towers())
+    statistics = model.module.norm.running_mean.clone()
+    called = torch.compile(model, backend="eager") if compiled else model
+    assert not model.reducer._rebuild_buckets()  # no backward pass has shown the order of gradients
+    settle_buckets(
+        called, (torch.randn(2, 4), torch.randn(2, 4)), lambda *inputs: inputs, torch.enable_grad
+    )
+    assert model.reducer._rebuild_buckets()  # in the next forward pass, the first that counts
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(model.module.norm.running_mean, statistics)
+
+
+def test_a_run_that_goes_on_from_an_epochs_last_step_settles_and_keeps_what_auto_decided(
+    tmp_path, monkeypatch
+):
+    """Nothing of the epoch is left, and its checkpoint comes before any step."""
+    settled = []
+    monkeypatch.setattr(train, "settle_buckets", lambda *_: settled.append(1))
+    monkeypatch.chdir(tmp_path)
+    register(tmp_path / "configs", "tiny", NATIVE_VISION, CLIP_TEXT)
+    words = f"""--train-data a={write_source(tmp_path / "a", 0, 16, 16)} --batch-size 2 --dga-steps 4 --dga-retain auto --name x
+    --workers 0 --save-every-steps 1 --keep-checkpoints 9"""
+    assert main([*COMMON, *words.split(), "--epochs", "1"]) == 0
+    saved = tmp_path / "logs" / "x" / "checkpoints"
+    before = torch.load(saved / "epoch_1.pt", weights_only=True)["zerovl"]
+    (saved / "epoch_1.pt").unlink()
+    assert main([*COMMON, *words.split(), "--epochs", "2", "--resume", "latest"]) == 0
+    assert len(settled) == 2 and before["retained"]
+    assert torch.load(saved / "epoch_1.pt", weights_only=True)["zerovl"] == before
