@@ -1,30 +1,30 @@
-"""`RecipeStep`: training's loop and a loop around the step prepare the same micro-batches alike and take the same step.
+"""`RecipeStep`: what the model is given, and in which precision; the loss that the flags ask for.
 
 `--sort-text`: texts sorted by length over a step's micro-batches and cut give the gradient of the texts as they came.
 """
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
-from types import SimpleNamespace
 
 import open_clip
 import pytest
 import torch
 from open_clip.loss import ClipLoss, SigLipLoss
+from open_clip_train.precision import get_autocast
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.randomness import Purpose, seed_step, stream_seed
-from open_clip_zerovl.data.images import normalize, split_normalize
+from open_clip_zerovl.data.images import normalize
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation
 from open_clip_zerovl.losses import ContrastiveLoss, SigmoidLoss, reversed_partner
-from open_clip_zerovl.models.build import create_model_and_transforms
-from open_clip_zerovl.recipe.build import apply_methods
-from open_clip_zerovl.recipe.flags import AllFlags, RecipeConfig
 from open_clip_zerovl.recipe.mixup import CoinFlipMixup, Mix
-from open_clip_zerovl.recipe.optimizer import parameter_groups
-from open_clip_zerovl.recipe.step import RecipeStep, loss_inputs_of, sort_texts, text_padding
+from open_clip_zerovl.recipe.step import (
+    RecipeStep,
+    autocast_of,
+    loss_inputs_of,
+    sort_texts,
+    text_padding,
+)
 from support.dga_reference import (
     CONTEXT,
     VOCABULARY,
@@ -34,122 +34,44 @@ from support.dga_reference import (
     gradients,
     one_graph,
 )
-from support.tiny_clip import NATIVE_VISION, bert_text, register, write_bert
 from support.two_towers import stock_clip
-from training.log import RunLog
 from training.params import parse
-from training.train import Trainer, create_loss
-
-STEPS, K, SEED = 8, 2, 5
+from training.train import create_loss
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("step")
-    return register(
-        folder / "configs", "step-tiny", NATIVE_VISION, bert_text(write_bert(folder / "bert"))
-    )
-
-
-def planned_of(model: str, precision: str) -> SimpleNamespace:
-    """Build a model as training does, with random weights: what its step and its micro-batches are made of."""
-    torch.manual_seed(0)
-    built, transform, _ = create_model_and_transforms(
-        model, None, precision=precision, pretrained_image=False, output_dict=True
-    )
-    methods = RecipeConfig(coin_flip_mixup=True, mixup_alpha=1.0)
-    _, mixup = apply_methods(built, transform, methods, seed=SEED)
-    _, mean, std = split_normalize(transform)
-    texts = open_clip.get_tokenizer(model)(["a photo of a cat beside two dogs on the road"] * 4)
-    prepared = partial(normalize, mean=mean, std=std)
-    return SimpleNamespace(
-        model=built.train(), normalize=prepared, texts=texts, mixup=mixup, precision=precision
-    )
-
-
-def adamw(planned: SimpleNamespace, lr: float = 0.0) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameter_groups(planned.model, 0.2), lr=lr)
-
-
-def step_of(planned: SimpleNamespace, lr: float = 0.0, **options: float) -> RecipeStep:
-    """Make training's step, of one rank."""
-    return RecipeStep(
-        planned.model, ContrastiveLoss(), adamw(planned, lr), precision=planned.precision, normalize=planned.normalize,
-        mixup=planned.mixup, **options,
+def test_a_step_mixes_images_by_the_draw_of_its_number_before_they_are_cast():
+    """A resumed run begins with another step than the first. Mixing bf16 numbers rounds twice, and differs."""
+    model, floats = bert_clip(torch.bfloat16), partial(normalize, mean=(0.5,) * 3, std=(0.3,) * 3)
+    mixup, drawn = CoinFlipMixup(1.0, seed=5), CoinFlipMixup(1.0, seed=5)
+    mixup.attach(model)
+    step = RecipeStep(
+        model, ContrastiveLoss(), torch.optim.SGD(model.parameters(), lr=0.0), precision="pure_bf16", normalize=floats,
+        mixup=mixup,
     )  # fmt: skip
-
-
-def what_it_sees(planned: SimpleNamespace) -> list[torch.Tensor]:
-    """All images and tokens that the model is called with from now on, in order."""
     seen: list[torch.Tensor] = []
-    planned.model.register_forward_pre_hook(
-        lambda _, inputs: seen.extend(part.clone() for part in inputs)
-    )
-    return seen
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    (images, texts), *_ = batches([4], torch.float32)
+    pixels = (images * 64 + 128).clamp(0, 255).byte()
+    mixed = 0
+    for number in (7, 5, 6, 2):
+        seen.clear()
+        step.take([(pixels, texts)] * 2, number)
+        drawn.seek(number)
+        mix, half = drawn.draw(), floats(pixels).bfloat16()
+        wanted = mix.prepare(floats(pixels), texts)[0].bfloat16()
+        assert len(seen) == 3 and all(torch.equal(wanted, each) for each in seen)
+        mixed += not torch.equal(wanted, mix.prepare(half, texts)[0])
+    assert mixed  # negative control
 
 
-def groups_of(planned: SimpleNamespace) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    generator = torch.Generator().manual_seed(1)
-    texts = planned.texts
-    images = torch.randint(0, 256, (STEPS, K, 4, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return [[(images[step, k], texts) for k in range(K)] for step in range(STEPS)]
-
-
-def train(
-    planned: SimpleNamespace,
-    optimizer: torch.optim.Optimizer,
-    rank: int = 0,
-    clip: float | None = None,
-) -> None:
-    """One epoch of training's loop over `groups_of`."""
-    batches = [pair for group in groups_of(planned) for pair in group]
-
-    class Loader(list):
-        num_batches, num_samples = STEPS, 4 * len(batches)
-
-    data = SimpleNamespace(
-        dataloader=Loader(batches), normalize=planned.normalize, set_epoch=lambda epoch: None
-    )
-    args = argparse.Namespace(
-        device="cpu", precision=planned.precision, seed=SEED, rank=rank, world_size=1, distributed=False, batch_size=4,
-        workers=0, skip_scheduler=True, grad_clip_norm=clip, log_every_n_steps=1, wandb=False,
-        checkpoint_path="/nowhere", name="x", save_logs=False, log_local=False, train_num_samples=None,
-        dataset_resampled=False, model="x", epochs=1, siglip=False, resume=None,
-    )  # fmt: skip
-    config = AllFlags(sampling="random", dga_steps=K)
-    never = SimpleNamespace(agreed=lambda distributed: False)
-    trainer = Trainer(config, never, RunLog(args, config), mixup=planned.mixup)
-    trainer(planned.model, {"train": data}, ContrastiveLoss(), 0, optimizer, None, None, args)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "pure_bf16", "amp_bf16"])
-def test_training_and_a_loop_of_ones_own_prepare_and_step_alike(model, precision):
-    """Same inputs, same seeds: bit-equal model inputs in both of DGA's passes, bit-equal weights after eight steps."""
-    seen, weights = [], []
-    for program in ("training", "a loop"):
-        planned = planned_of(model, precision)
-        seen.append(what_it_sees(planned))
-        if program == "training":
-            train(planned, adamw(planned, 1e-3), clip=1.0)
-        else:
-            taken = step_of(planned, 1e-3, grad_clip_norm=1.0)
-            for step, group in enumerate(groups_of(planned)):
-                seed_step(SEED, step, 0)
-                taken.take(group, step)
-        weights.append(planned.model.state_dict())
-    assert len(seen[0]) == len(seen[1]) == STEPS * (2 * K - 1) * 2
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*seen, strict=True))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    start = planned_of(model, precision).model.state_dict()
-    assert not all(torch.equal(weights[0][name], start[name]) for name in start)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_draws_masks_of_its_own(model, rank):
-    """Else samples in the same row on two ranks would lose the same tokens."""
-    planned = planned_of(model, "fp32")
-    train(planned, adamw(planned), rank)
-    assert torch.initial_seed() == stream_seed(SEED, Purpose.MODEL, STEPS - 1, rank)
+@pytest.mark.parametrize("precision", ["fp32", "amp", "amp_bf16", "amp_bfloat16", "pure_bf16"])
+def test_a_forward_pass_has_the_precision_of_open_clips_program(precision):
+    rows, dtypes = torch.ones(2, 2), []
+    for context in (autocast_of(precision, rows.device), get_autocast(precision, "cpu")):
+        with context():
+            dtypes.append((rows @ rows).dtype)
+    # its main has fp16 for amp on a GPU alone
+    assert dtypes[0] == (torch.float16 if precision == "amp" else dtypes[1])
 
 
 def test_ids_of_a_step_are_those_of_its_samples():
@@ -165,41 +87,6 @@ def test_ids_of_a_step_are_those_of_its_samples():
     }  # fmt: skip
 
 
-def test_a_step_draws_the_mix_of_its_number(model, monkeypatch):
-    """A resumed run begins with another step than the first."""
-    planned = planned_of(model, "fp32")
-    drawn, draw = [], planned.mixup.draw
-    monkeypatch.setattr(planned.mixup, "draw", lambda: drawn.append(draw()) or drawn[-1])
-    step_of(planned).take(groups_of(planned)[0], 5)
-    wanted = CoinFlipMixup(1.0, seed=SEED)
-    first = wanted.draw()
-    wanted.seek(5)
-    assert drawn == [wanted.draw()] != [first]
-
-
-def test_images_are_mixed_before_they_are_cast(model):
-    """lambda's sum is taken in fp32: mixing bf16 numbers rounds twice, and differs."""
-    planned = planned_of(model, "pure_bf16")
-    taken = step_of(planned, retain=K)
-    seen = what_it_sees(planned)
-    groups = groups_of(planned)
-    for step, group in enumerate(groups):
-        taken.take(group, step)
-    planned.mixup.seek(0)
-    mixed = 0
-    for step, group in enumerate(groups):
-        mix = planned.mixup.draw()
-        for k, (images, texts) in enumerate(group):
-            floats = planned.normalize(images)
-            assert torch.equal(
-                seen[2 * (K * step + k)], mix.prepare(floats, texts)[0].to(torch.bfloat16)
-            )
-            mixed += not torch.equal(
-                seen[2 * (K * step + k)], mix.prepare(floats.to(torch.bfloat16), texts)[0]
-            )
-    assert mixed  # negative control
-
-
 @pytest.mark.parametrize(
     ("line", "kind", "chunk_size"),
     [
@@ -208,6 +95,7 @@ def test_images_are_mixed_before_they_are_cast(model):
         ("--siglip --positives caption", SigmoidLoss, None),
         ("--loss-chunk 8", ContrastiveLoss, 8),
         ("--positives both", ContrastiveLoss, None),
+        ("--ablate detached-gather", ContrastiveLoss, None),
     ],
 )
 def test_the_loss_that_the_flags_ask_for(line, kind, chunk_size):
@@ -220,14 +108,7 @@ def test_the_loss_that_the_flags_ask_for(line, kind, chunk_size):
     ) == chunk_size  # of open_clip 4's own loss 0: all rows
     if kind is not SigLipLoss:
         assert loss.positives == (config.positives or "pair")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_process_says_that_it_gathers_nothing(ranks, caplog):
-    args, config = parse(["--train-data", "a=/x", "--ablate", "detached-gather"])
-    args.rank, args.world_size = 0, ranks
-    assert not create_loss(config, args).gather_grad
-    assert ("changes nothing in one process" in caplog.text) == (ranks == 1)
+        assert getattr(loss, "gather_grad", True) == (not config.ablate)
 
 
 # --- texts of similar length ----------------------------------------------------------------------------------------
