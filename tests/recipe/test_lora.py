@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from copy import deepcopy
 from functools import partial
 
@@ -32,8 +30,6 @@ from support.dga_reference import (
     error,
     reference,
 )  # fmt: skip
-from support.programs import COMMON, flat_tensors, launch, state_of
-from support.tars import write_source
 from support.tiny_clip import (
     CLIP_TEXT,
     NATIVE_VISION,
@@ -224,39 +220,3 @@ def test_refused_towers_and_a_missing_peft(monkeypatch):
         UserError, match="--lora cannot train text.transformer.encoder.layer.0.output.dense"
     ):
         add_lora(model, 2, "text")
-
-
-@pytest.mark.slow(reason="two runs of training; the fast tests hold its parts")
-def test_a_run_resumes_bit_for_bit_and_keeps_its_base(tmp_path):
-    bert = write_bert(tmp_path / "bert")
-    config = {
-        "embed_dim": 24,
-        "vision_cfg": {**NATIVE_VISION, "patch_dropout": 0.25},
-        "text_cfg": bert_text(bert),
-    }
-    (tmp_path / "tiny.json").write_text(json.dumps(config))
-    open_clip.add_model_config(tmp_path / "tiny.json")
-    start = write_run(tmp_path / "base", random_model("tiny"), {"model": "tiny"})
-    data = f"a={write_source(tmp_path / 'a', 0, 40, 20)}"
-    words = f"""--train-data {data} --batch-size 4 --dga-steps 2 --epochs 1 --workers 0 --init-from {start} --lora 3
-    --save-every-steps 2 --lr 1e-3 --lr-head 1e-4 --layer-decay 0.8"""
-    arguments = [*COMMON, *words.split()]
-    launch("ours", tmp_path / "tiny.json", [*arguments, "--name", "whole"], cwd=tmp_path)
-    shutil.copytree(tmp_path / "logs" / "whole", tmp_path / "logs" / "broken")
-    checkpoints = tmp_path / "logs" / "broken" / "checkpoints"
-    (checkpoints / "epoch_1.pt").unlink()
-    (checkpoints / "step_0000_00000004.pt").unlink()
-    resumed = [*arguments, "--name", "broken", "--resume", "latest"]
-    launch("ours", tmp_path / "tiny.json", resumed, cwd=tmp_path)
-    whole, broken = (flat_tensors(state_of(tmp_path, name)) for name in ("whole", "broken"))
-    assert whole.keys() == broken.keys() and all(
-        torch.equal(whole[key], broken[key]) for key in whole
-    )
-    base = torch.load(start)["state_dict"]
-    for name, tensor in state_of(tmp_path, "whole")["state_dict"].items():
-        plain = name.replace(".base_layer", "")
-        constant = group_of(name).endswith(" tower") and not is_adapter(name)
-        assert is_adapter(name) or torch.equal(tensor, base[plain]) == constant, name
-    export_local_dir(
-        tmp_path / "logs" / "whole" / "checkpoints" / "epoch_1.pt", tmp_path / "exported"
-    )

@@ -117,14 +117,26 @@ def test_gradient_of_all_methods_on_two_ranks_is_that_of_one_graph(place):
     assert coins == {True, False}  # both sides of the coin came up
 
 
-def test_resumed_in_the_middle_of_an_epoch_ends_with_the_same_weights(place):
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--siglip --loss-chunk=3",
+        pytest.param(
+            "--lora=3 --lr=1e-3 --lr-head=1e-4 --layer-decay=0.8",
+            marks=pytest.mark.slow(reason="a second pair of runs, of adapters and rates by layer"),
+        ),
+    ],
+)
+def test_resumed_in_the_middle_of_an_epoch_ends_with_the_same_weights(place, words):
     """As after a kill: from the step checkpoint of a run's second step, in two loader workers."""
-    words = f"{SHARED.format(place)} --workers=2 --save-every-steps=2 --keep-checkpoints=9 --siglip --loss-chunk=3"
+    name = f"whole{len(words)}"
+    words = f"{SHARED.format(place)} --workers=2 --save-every-steps=2 --keep-checkpoints=9 {words}"
     arguments, config = [*COMMON, *words.split(), "--name"], place / "clip" / "tiny.json"
-    done = launch("ours", config, [*arguments, "whole"], cwd=place)
+    done = launch("ours", config, [*arguments, name], cwd=place)
     assert re.search(r"By source: .*[ab] \S+", done.stderr)
-    checkpoint = min((place / "logs" / "whole" / "checkpoints").glob("step_0000_*.pt"))
-    launch("ours", config, [*arguments, "resumed", "--resume", str(checkpoint)], cwd=place)
-    first, second = (flat_tensors(state_of(place, name)) for name in ("whole", "resumed"))
+    checkpoint = min((place / "logs" / name / "checkpoints").glob("step_0000_*.pt"))
+    resumed = [f"{name}-resumed", "--resume", str(checkpoint)]
+    launch("ours", config, [*arguments, *resumed], cwd=place)
+    first, second = (flat_tensors(state_of(place, each)) for each in (name, resumed[0]))
     assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[key], second[key]) for key in first)
