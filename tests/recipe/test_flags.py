@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from dataclasses import fields
 
 import pytest
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.core.flags import conflicts, flags_of
+from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.releases import OPENCLIP_V4, line_here
 from open_clip_zerovl.recipe.flags import (
-    SECTIONS,
     AllFlags,
     OpenClipFlags,
     RecipeConfig,
@@ -36,13 +34,6 @@ def options() -> set[str]:
     return {each.option for each in flags_of(AllFlags)} | {
         each.switch[0] for each in flags_of(AllFlags) if each.switch is not None
     }
-
-
-def test_a_flag_is_declared_once():
-    ours = [each.name for section in SECTIONS for each in flags_of(section)]
-    assert set(ours) == {field.name for field in fields(RecipeConfig)}
-    names = [*ours, *(each.name for each in flags_of(OpenClipFlags))]
-    assert len(names) == len(set(names))
 
 
 def test_every_flag_of_ours_is_parsed_with_its_default():
@@ -79,11 +70,6 @@ def test_open_clips_flags_are_as_open_clip_has_them():
                 choice for choice in action.choices if choice not in MORE.get(each.option, ())
             ]
             assert tuple(choices) == each.choices, each.option
-
-
-def test_ablations_are_what_the_library_takes():
-    words = "--ablate no-replay --ablate detached-gather --dga-steps 2 --dga-retain 0"
-    assert parse([*DATA, *words.split()])[1].ablate == ("detached-gather", "no-replay")
 
 
 def test_a_file_stands_for_its_words(tmp_path):
@@ -188,18 +174,6 @@ def test_a_slip_or_a_contradiction_is_one_sentence(case):
     assert str(caught.value).startswith(sentence)
 
 
-def test_a_contradiction_is_not_reported_without_its_flag():
-    assert not [*conflicts(AllFlags(freeze=("image",), lock_text=True))]
-
-
-@pytest.mark.parametrize(("words", "side"), [("16", 16), ("16 24", (16, 24))])
-def test_an_image_size_is_read_before_and_after_open_clip_has_changed_it(words, side):
-    args, config = parse([*DATA, "--force-image-size", *words.split()])
-    assert config.force_image_size == side
-    args.force_image_size = side  # as its main leaves it
-    assert config.force_image_size == side
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -225,10 +199,6 @@ def test_a_switch_for_a_value_is_an_entry_of_its_flag():
         assert "sampling" not in parse_settings([text])
     with pytest.raises(UserError, match="unexpected argument '1e-4'; training flags begin with --"):
         settings_of(["1e-4"])
-
-
-def test_a_double_dash_before_the_flags_is_passed_over():
-    assert parse(["--", *DATA, "--dga-steps", "3"])[1].dga_steps == 3
 
 
 def test_only_what_was_typed_counts_as_given():

@@ -37,7 +37,7 @@ print("imported", [name for name in {HEAVY} if name in sys.modules])
         (["--train-data", "a=/x", "--name", "taken"], 2, "a run called 'taken' exists"),
         (["--train-data", "a=/x", "--logs", "file"], 2, "file cannot be written (Not a directory)"),
         ([], 2, "there is nothing to do"),
-        (["--train-data", "a=/nowhere/a"], 2, "source 'a': /nowhere/a does not exist"),
+        (["--", "--train-data", "a=/nowhere/a"], 2, "source 'a': /nowhere/a does not exist"),
         (["--train-data", "a=/x:b=/y"], 2, "source 'a': /x:b=/y does not exist"),
         (
             ["--train-data", "a=file", "--resume", "epoch_9.pt"],

@@ -646,15 +646,6 @@ class OpenClipFlags:
         metavar="X",
         range=Range("a share from 0 to less than 1", lambda value, _: 0 <= value < 1),
     )
-    force_image_size: int | tuple[int, ...] | None = flag(
-        None,
-        kind=int,
-        metavar="PX",
-        nargs="+",
-        range=Range(
-            "one side, or height and width, of at least 1 pixel", lambda value, _: _are_sides(value)
-        ),
-    )
     force_context_length: int | None = flag(None, metavar="N", range=at_least(1))
     image_mean: tuple[float, ...] | None = flag(
         None, metavar="X", nargs="+", range=Range("three numbers", lambda value, _: len(value) == 3)
@@ -666,7 +657,6 @@ class OpenClipFlags:
         range=Range("three positive numbers", lambda value, _: len(value) == 3 and min(value) > 0),
     )
 
-    log_every_n_steps: int = flag(100, metavar="N", range=at_least(1))
     report_to: str = flag("", metavar="TEXT")
     loss_dist_impl: str | None = flag(
         None,
@@ -675,7 +665,6 @@ class OpenClipFlags:
             lambda value, _: value in ("bidir", "shift", "reduce", "gather"),
         ),
     )
-    val_num_samples: int | None = flag(None, metavar="N", range=at_least(1))
     save_most_recent: bool = flag(False)
 
 
@@ -741,16 +730,9 @@ def values_of(parsed: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
             continue
         if each.several:
             values[each.name] = tuple(sorted(set(value)))
-        elif each.nargs is not None and not isinstance(value, int):
-            values[each.name] = (
-                value[0] if each.name == "force_image_size" and len(value) == 1 else tuple(value)
-            )
+        elif each.nargs is not None:
+            values[each.name] = tuple(value)
     return values
-
-
-def _are_sides(value: int | Sequence[int]) -> bool:
-    sides = (value,) if isinstance(value, int) else value
-    return len(sides) in (1, 2) and min(sides) >= 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -769,9 +751,7 @@ SWITCHES = {
     if each.switch is not None
 }
 # --image-mean 0.5 0.5 0.5; two of open_clip's take KEY=VALUE words
-SEVERAL_VALUES = {"aug-cfg", "opt-kwargs"} | {
-    each.option.removeprefix("--") for each in flags_of(OpenClipFlags) if each.nargs is not None
-}
+SEVERAL_VALUES = {"aug-cfg", "opt-kwargs", "image-mean", "image-std", "force-image-size"}
 
 
 def parse_settings(texts: Sequence[str]) -> Settings:
