@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import re
 import urllib.error
 import urllib.request
@@ -12,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
 from open_clip_zerovl.data.collection import open_collection
-from open_clip_zerovl.evaluate.search import WORDS, Searcher, build_app, launch
+from open_clip_zerovl.evaluate.search import Searcher, build_app, launch
 from support.tiny_clip import picture
 
 # Not imported here: gradio takes seconds, in every worker of pytest-xdist.
@@ -83,22 +81,16 @@ def test_a_dropped_picture_finds_itself(client, photos):
     assert names(answer) == ["1.png"]
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "cut.png", "one.png"])
-def test_a_file_that_is_no_picture_gives_a_sentence(client, photos, tmp_path, name):
+def test_a_file_that_is_no_picture_gives_a_sentence(client, photos, tmp_path):
     from gradio_client import handle_file
 
-    content = io.BytesIO()
-    Image.new("RGB", (1, 1)).save(content, "PNG")
-    cut = (photos / "1.png").read_bytes()[:200]
-    given = {"notes.txt": b"no picture", "cut.png": cut, "one.png": content.getvalue()}
-    (tmp_path / name).write_bytes(given[name])
-    with pytest.raises(Exception) as caught:
-        client.predict("", handle_file(tmp_path / name), 1, api_name="/search")
-    assert f"{name} cannot be read as a picture" in str(caught.value), caught.value
-    assert "--image" not in str(caught.value) and "/tmp" not in str(caught.value)
+    (tmp_path / "cut.png").write_bytes((photos / "1.png").read_bytes()[:200])
+    with pytest.raises(Exception, match=r"cut\.png cannot be read as a picture") as caught:
+        client.predict("", handle_file(tmp_path / "cut.png"), 1, api_name="/search")
+    assert "/tmp" not in str(caught.value)
 
 
-def test_requests_are_bounded_and_escaped(client, monkeypatch):
+def test_requests_are_bounded_and_escaped(client):
     answers = client.predict("", None, 3, api_name="/search")
     assert all("Type words" in answer for answer in answers)
     for best in (10**9, -5):
@@ -106,11 +98,6 @@ def test_requests_are_bounded_and_escaped(client, monkeypatch):
             client.predict("a", None, best, api_name="/search")
     answer = client.predict("a", None, 4, api_name="/search")[0]
     assert "<b>odd" not in answer and "&lt;b&gt;odd" in answer
-    asked = []
-    monkeypatch.setattr(Searcher, "find", lambda self, words, *_: asked.append(len(words)))
-    with pytest.raises(Exception):  # noqa: B017  an answer of None is an error of the server
-        client.predict("w" * 10_000, None, 1, api_name="/search")
-    assert asked == [WORDS]
 
 
 @pytest.mark.parametrize("what", ["secret.png", "photos/0.png"])
