@@ -118,6 +118,26 @@ def test_a_stopped_call_goes_on_with_the_parts_that_it_left(tmp_path):
     assert embed(store, model(), listed, width=1, batch_size=2) == 0
 
 
+def test_a_part_that_could_not_be_read_to_its_end_is_read_again_by_the_next_call(tmp_path):
+    """As a shard whose server is away for a while: its zeros stood as its features from then on."""
+    contents, counts = ["a", "b"], [3, 3]
+    torn, whole = Listed(contents, counts), Listed(contents, counts)
+    torn.read = lambda part: [*whole.read(part)][: 3 - part] + ["a fault"] * part
+    store = FeatureStore(tmp_path, contents, counts)
+    embed(store, model(), torn, width=1, batch_size=2)
+    assert store.missing == [] and torch.cat([*store.blocks()])[:, 0].tolist() == [
+        0,
+        2,
+        4,
+        20,
+        22,
+        0,
+    ]
+    store = FeatureStore(tmp_path, contents, counts)
+    assert store.missing == [1] and embed(store, model(), whole, width=1, batch_size=2) == 3
+    assert torch.cat([*store.blocks()])[:, 0].tolist() == [0, 2, 4, 20, 22, 24]
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_processes_share_the_parts(tmp_path, order):
     """Also where one begins after the other has ended, and lists fewer missing parts."""

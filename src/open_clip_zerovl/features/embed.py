@@ -66,8 +66,8 @@ class FeatureStore:
             first.setdefault(content, number)
         return [number for content, number in first.items() if content not in self._parts]
 
-    def write(self, number: int, rows: Tensor, ids: Tensor) -> None:
-        """Store a part.
+    def write(self, number: int, rows: Tensor, ids: Tensor, *, whole: bool = True) -> None:
+        """Store a part, or hold it for this call where it is not whole, so that the next call reads it again.
 
         Args:
             rows: (n, F).
@@ -76,7 +76,7 @@ class FeatureStore:
         Raises:
             UserError: the file cannot be written.
         """
-        if self.folder is None:
+        if self.folder is None or not whole:
             self._parts[self.contents[number]] = rows, ids
             return
         metadata = {"digest": _digest(rows, ids)}
@@ -163,7 +163,9 @@ class Parts(Protocol):
         """Count the rows of each part."""
 
     def read(self, part: int) -> Iterator[tuple[int, Any] | str]:
-        """Yield (number in the part, picture or caption), without those that cannot be shown, and sentences for the terminal.
+        """Yield (number in the part, picture or caption), without those that cannot be shown.
+
+        At last comes the part's fault as a sentence, if the rest of the part could not be read.
 
         Raises:
             UserError: reading cannot go on.
@@ -205,7 +207,7 @@ class Batch:
         rows: their numbers in the part (b,).
         inputs: pictures (b, 3, S, S) as the model sees them, or captions.
         ids: identity of each.
-        notes: for the terminal.
+        fault: why the rest of the part could not be read.
         is_last: whether the part ends with it.
     """
 
@@ -213,7 +215,7 @@ class Batch:
     rows: list[int] = field(default_factory=list)
     inputs: Any = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    fault: str = ""
     is_last: bool = False
 
 
@@ -250,8 +252,8 @@ class Batches(IterableDataset):
         batch = Batch(part)
         for item in self.collection.read(part):
             if isinstance(item, str):
-                batch.notes.append(item)
-                continue
+                batch.fault = item
+                break
             if len(batch.rows) == self.batch_size:
                 yield self._as_seen(batch)
                 batch = Batch(part)
@@ -308,8 +310,10 @@ def embed(
     ) as bar:
         loaded = read_batches(batches, itemgetter(0), batch_size=1, num_workers=workers)
         for batch in loaded if todo else ():
-            for note in batch.notes:
-                tqdm.write(f"{note}. Its samples get no features.")
+            if batch.fault:
+                tqdm.write(
+                    f"{batch.fault}. The rest has no features; the next call reads it again."
+                )
             count = store.counts[batch.part]
             if batch.part not in begun:
                 empty = (
@@ -322,7 +326,7 @@ def embed(
                 rows[batch.rows] = _finite(model.features(batch.inputs).cpu(), dtype, model)
                 ids[batch.rows] = torch.tensor(batch.ids)
             if batch.is_last:
-                store.write(batch.part, *begun.pop(batch.part))
+                store.write(batch.part, *begun.pop(batch.part), whole=not batch.fault)
             bar.update(len(batch.rows))
     return made
 

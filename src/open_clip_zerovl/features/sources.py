@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import cached_property
@@ -30,6 +31,8 @@ from open_clip_zerovl.shards.files import open_index
 from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
 from open_clip_zerovl.shards.tar import WANTED, Sample, ShardError
 from open_clip_zerovl.shards.texts import BadCaption, Fault, caption_of
+
+log = logging.getLogger(__name__)
 
 SAMPLED_CAPTIONS = 2_000
 
@@ -89,22 +92,20 @@ class SourceSamples:
             raise UserError(sample_sentence(source, sample, fault)) from fault
 
     def read(self, part: int) -> Iterator[tuple[int, Any] | str]:
-        """Yield (number in the shard, picture or caption) of a shard's samples that can be shown, as they lie."""
+        """Yield (number in the shard, picture or caption) of a shard's samples as they lie, at last its fault as a sentence."""
         index, shard = self._shards[part]
         source = self.sources[index]
-        notes: list[str] = []
-        reader = self._reader(source, notes=notes.append)
+        reader = self._reader(source, notes=log.warning)
         begin = self._samples[index] + int(source.starts[shard])
         first = begin if self.side == "image" else int(self.caption_starts[begin])
         with closing(reader.samples(shard)) as samples:
             for number, sample in enumerate(samples, begin):
                 if isinstance(sample, ShardError):
-                    notes.append(reader.sentence(shard, sample))
-                    continue
+                    yield reader.sentence(shard, sample)
+                    return
                 with suppress(Fault):
                     for row, shown in self._shown(source, number, sample):
                         yield row - first, shown
-        yield from notes
 
     def _reader(self, source: Source, **more: Any) -> ShardReader:
         if self.side == "image":
