@@ -31,7 +31,7 @@ from open_clip_zerovl.prepare.check import check_shards, write_sizes
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.pictures import Failure, encode_picture
 from open_clip_zerovl.prepare.public import largest_phrases
-from open_clip_zerovl.prepare.settings import Encoding, Work
+from open_clip_zerovl.prepare.settings import PackSettings, Work
 from open_clip_zerovl.recipe.build import init_from
 from open_clip_zerovl.sampling.schedule import Batching
 from open_clip_zerovl.shards.pictures import BadPicture
@@ -160,7 +160,7 @@ def picture(folder: Path, how: str) -> str | None:
         if how == "whole":
             decode_image(data)
         elif how == "stored":
-            encode_picture(data, Encoding())
+            encode_picture(data, PackSettings(shorter_side_px=256))
         else:
             arrays = pictures(_transform())
             transform, decode = (_transform(), decode_image) if how == "pil" else arrays

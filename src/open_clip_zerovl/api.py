@@ -156,15 +156,10 @@ def check(
     """Read every sample of shards, or count them into sizes.json. Exit status 2 if one has a fault.
 
     Raises:
-        UserError: a fault, a table, or a folder that cannot be read.
+        UserError: a fault, or a folder that cannot be read.
     """
-    from open_clip_zerovl.data.components import kind_of
     from open_clip_zerovl.prepare.check import check_shards, write_sizes
 
-    if kind_of(str(folder)).kind == "table":
-        raise UserError(
-            f"{folder} is a table, whose rows `zerovl data pack` checks; give a folder of shards"
-        )
     if sizes:
         counted = write_sizes(folder, threads=threads)
         return (

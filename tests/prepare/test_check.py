@@ -19,65 +19,53 @@ from support.pairs import picture
 from support.tars import png, write_source, write_tar
 
 
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    member.mtime = 1700000000.5  # pax keeps the half second in a header of its own
-    tar.addfile(member, io.BytesIO(content))
+def tar_of(form: int, sizes: dict[str, int]) -> bytes:
+    """A tar of a folder and of plain files."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=form) as tar:
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name, size in sizes.items():
+            member = tarfile.TarInfo(name)
+            member.size = size
+            member.mtime = 1700000000.5  # pax keeps the half second in a header of its own
+            tar.addfile(member, io.BytesIO(os.urandom(size)))
+    return stream.getvalue()
 
 
 def members_of(content: bytes) -> list[Member]:
     return list(walk_tar(lambda offset, size: content[offset : offset + size], len(content)))
 
 
-#: Two of them are longer than ustar takes.
-NAMES = [
-    "000000001.jpg",
-    "000000001.txt",
-    "folder/2.tar.gz",
-    "a/" * 60 + "long.jpg",
-    "b" * 180 + ".txt",
-    "\u00fcml.png",
-]
-SIZES = [700, 0, 512, 5, 1024, 3]
-FORMS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+def plain_tar(count: int) -> tuple[bytes, list[Member]]:
+    """A tar of plain files, and its members."""
+    sizes = (0, 1, 511, 512, 513, 3000)
+    files = {f"{n:05d}.{('jpg', 'txt')[n % 2]}": sizes[n % 6] for n in range(count)}
+    content = tar_of(tarfile.USTAR_FORMAT, files)
+    return content, members_of(content)
 
 
-@pytest.mark.parametrize("form", FORMS)
+SIZES = {
+    "000000001.jpg": 700,
+    "000000001.txt": 0,
+    "folder/2.tar.gz": 512,
+    "a/" * 60 + "long.jpg": 5,
+    "\u00fcml.png": 3,
+}
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_headers_are_read_as_tarfile_reads_them(form):
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=form) as tar:
-        folder = tarfile.TarInfo("folder")
-        folder.type = tarfile.DIRTYPE
-        tar.addfile(folder)
-        for name, size in zip(NAMES, SIZES, strict=True):
-            if form == tarfile.USTAR_FORMAT and len(name) > 150:
-                continue  # ustar cannot hold it
-            add(tar, name, os.urandom(size))
-    content = stream.getvalue()
+    longer = {"b" * 180 + ".txt": 1024} if form != tarfile.USTAR_FORMAT else {}
+    content = tar_of(form, SIZES | longer)
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         expected = [Member(m.name, m.offset_data, m.size, m.offset) for m in tar if m.isreg()]
     assert members_of(content) == expected and len(expected) >= 5
     end = expected[-1].offset + expected[-1].size
-    for length in (0, 100, 512, end - 1 if expected[-1].size else end - 600, end):
+    for length in (0, 100, 512, end - 1, end):
         with pytest.raises(BrokenTar):
             members_of(content[:length])
-    for spot in (0, 130, 150):
-        with pytest.raises(BrokenTar, match="no tar header"):
-            members_of(content[:spot] + b"?" + content[spot + 1 :])
-
-
-def plain_tar(count: int) -> tuple[bytes, list[Member]]:
-    """A tar of plain files, and its members."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for number in range(count):
-            add(
-                tar,
-                f"{number:05d}.{('jpg', 'txt')[number % 2]}",
-                bytes((0, 1, 511, 512, 513, 3000)[number % 6]),
-            )
-    return stream.getvalue(), members_of(stream.getvalue())
 
 
 def test_broken_headers_end_the_walk_after_the_members_before_them():
@@ -85,6 +73,7 @@ def test_broken_headers_end_the_walk_after_the_members_before_them():
     head = expected[20].offset - 512
     changes = {
         0: [b"?"],
+        130: [b"?"],
         110: [b"7"],
         124: [b"\x80", b"-0000001000", b"-0000000001"],
         150: [b"9"],
@@ -99,18 +88,6 @@ def test_broken_headers_end_the_walk_after_the_members_before_them():
         assert found == expected[:20], spot
 
 
-def test_a_file_of_nine_gigabytes_is_read_from_its_header():
-    member = tarfile.TarInfo("big.jpg")
-    member.size = 9 << 30
-    header = member.tobuf(tarfile.GNU_FORMAT)
-    total = 512 + (9 << 30) + 1024
-
-    def read_at(offset: int, size: int) -> bytes:
-        return header if offset == 0 else bytes(size)
-
-    assert list(walk_tar(read_at, total)) == [Member("big.jpg", 512, 9 << 30, 0)]
-
-
 def test_sizes_are_counted_as_training_counts(tmp_path):
     write_source(tmp_path / "s", 0, 57, 10, sizes=False)
     names = ["__meta__/x.json", "k.jpg", "k.txt", "k.jpg", "d/e.f.txt", "README"]
@@ -119,23 +96,14 @@ def test_sizes_are_counted_as_training_counts(tmp_path):
     assert sizes == {p.name: count_tar_samples(p) for p in sorted((tmp_path / "s").glob("*.tar"))}
     assert sizes["odd.tar"] == 3 and sum(sizes.values()) == 60
     assert json.loads((tmp_path / "s/sizes.json").read_text()) == sizes
-    with tarfile.open(tmp_path / "s/00000.tar") as tar:
-        names = [member.name for member in tar]
-    assert [
-        f"{s.key}.{suffix}" for s in read_samples(tmp_path / "s/00000.tar") for suffix in s.files
-    ] == names
-    (tmp_path / "s/00003.tar").write_bytes((tmp_path / "s/00003.tar").read_bytes()[:700])
-    with pytest.raises(UserError, match=r"00003.tar is broken: it is cut off after 700 bytes"):
-        write_sizes(tmp_path / "s", progress=False)
-    for folder, message in ((tmp_path, "holds no"), (tmp_path / "nothing", "holds no")):
-        with pytest.raises(UserError, match=message):
-            write_sizes(folder, progress=False)
+    with pytest.raises(UserError, match="holds no"):
+        write_sizes(tmp_path, progress=False)
 
 
-def pax_member(record: bytes, size: int | None = None) -> bytes:
+def pax_member(record: bytes) -> bytes:
     """A pax header of one record, and the header of the file that it is about."""
     about = tarfile.TarInfo("pax")
-    about.type, about.size = tarfile.XHDTYPE, len(record) if size is None else size
+    about.type, about.size = tarfile.XHDTYPE, len(record)
     member = tarfile.TarInfo("b.txt")
     return (
         about.tobuf(tarfile.USTAR_FORMAT)
@@ -152,7 +120,6 @@ def long_name_of(size: int) -> bytes:
 
 ROTTEN_HEADERS = {
     "a pax record of length 0": pax_member(b"0 path=x\n"),
-    "a pax record of a negative length": pax_member(b"-1 path=x\n"),
     "a negative size in pax": pax_member(b"14 size=-1024\n"),
     "a name that claims 8 GiB": long_name_of(8 << 30),
     "5,000 headers about headers": b"".join(
@@ -164,20 +131,17 @@ ROTTEN_HEADERS = {
 @pytest.mark.parametrize("kind", ROTTEN_HEADERS)
 def test_rotten_headers_end_in_a_sentence_and_training_reads_what_lies_before(tmp_path, kind):
     """Counting and checking; before, they went round for ever."""
-    whole, _ = plain_tar(4)
-    content = whole[: whole.index(bytes(1024), len(whole) - 10240)]
+    content, members = plain_tar(4)
     (tmp_path / "s").mkdir()
     shard = tmp_path / "s/0.tar"
-    shard.write_bytes(content[: -(-len(content) // 512) * 512] + ROTTEN_HEADERS[kind] + bytes(1024))
+    shard.write_bytes(content[: members[-1].offset + 512] + ROTTEN_HEADERS[kind] + bytes(1024))
     with pytest.raises(UserError, match=r"0\.tar is broken: "):
         write_sizes(tmp_path / "s", progress=False)
     assert "0.tar: broken: " in check_shards(tmp_path / "s", progress=False).report
     with pytest.raises(UserError, match=r"shard .*0\.tar cannot be read"):
         list(read_samples(shard))
-    assert count_tar_samples(shard, torn=True) in (
-        3,
-        4,
-    )  # the last one's end is not seen where reading breaks off
+    # the last one's end is not seen where reading breaks off
+    assert count_tar_samples(shard, torn=True) in (3, 4)
 
 
 def test_check_finds_every_kind_of_fault(tmp_path):
@@ -232,18 +196,13 @@ def test_check_finds_every_kind_of_fault(tmp_path):
         "00001.tar: picture cannot be decoded (UnidentifiedImageError): 4 (a, c, d, h)" in decoded
     )
     assert "00001.tar: picture cannot be decoded (OSError): 1 (k)" in decoded
-    with pytest.raises(UserError, match="no manifest.json with hashes"):
-        check_shards(tmp_path, hashes=True, progress=False)
 
 
-def test_the_command_counts_or_checks_and_refuses_tables(tmp_path, capsys):
+def test_the_command_counts_or_checks(tmp_path, capsys):
     write_source(tmp_path / "s", 0, 12, 10, sizes=False)
     assert cli.main(["data", "check", str(tmp_path / "s"), "--sizes"]) == 0
-    assert "12 samples in 2 shards" in capsys.readouterr().out
     assert cli.main(["data", "check", str(tmp_path / "s"), "--decode"]) == 0
+    assert cli.main(["data", "check", str(tmp_path / "s"), "--hash"]) == 2  # without a manifest
     (tmp_path / "s/sizes.json").write_text('{"00000.tar": 10, "00001.tar": 3}')
     assert cli.main(["data", "check", str(tmp_path / "s")]) == 2
     assert "has 1 faults: see above" in capsys.readouterr().err
-    (tmp_path / "pairs.csv").write_text("filepath,title\na.jpg,a dog\n")
-    assert cli.main(["data", "check", str(tmp_path)]) == 2
-    assert "is a table, whose rows `zerovl data pack` checks" in capsys.readouterr().err

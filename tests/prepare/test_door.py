@@ -66,13 +66,6 @@ def texts(place: Path) -> str:
     return str(place)
 
 
-def lines(place: Path) -> str:
-    write_table(place)
-    rows = [{"image": f"{number}.png", "caption": f"caption {number}"} for number in range(PAIRS)]
-    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return f"{place}/pairs.jsonl"
-
-
 def karpathy(place: Path) -> str:
     write_table(place / "pictures")
     images = [
@@ -99,7 +92,6 @@ FORMS = {
     "parquet": parquet,
     "a folder with parquet": lambda place: os.path.dirname(parquet(place)),
     "pictures with texts": texts,
-    "lines of JSON": lines,
     "Karpathy's JSON": karpathy,
     "a packed folder": packed,
 }
@@ -137,7 +129,7 @@ def test_each_form_is_a_source_of_shards_that_is_packed_once(form, tmp_path, cac
 def data_at(place: Path, form: str) -> str:
     """The same form where `place` is a copy."""
     ends = {
-        "a table": "/pairs.csv", "parquet": "/*.parquet", "lines of JSON": "/pairs.jsonl",
+        "a table": "/pairs.csv", "parquet": "/*.parquet",
         "Karpathy's JSON": f"/dataset.json@{place}/pictures",
     }  # fmt: skip
     return f"{place}{ends.get(form, '')}"
@@ -176,11 +168,8 @@ def test_other_words_for_a_class_are_other_data(tmp_path):
         (source,) = parse_sources(as_shards(f"x={tmp_path}/in"))
         return set(pairs(source))
 
-    assert captions("hat", "shoo") == {"a photo of a hat.", "a photo of a shoo."}
-    pack([f"{tmp_path}/in"], tmp_path / "out", work=Work(progress=False))
-    assert captions("hat", "shoe") == {"a photo of a hat.", "a photo of a shoe."}
-    with pytest.raises(UserError, match="was begun before the content of inputs changed"):
-        pack([f"{tmp_path}/in"], tmp_path / "out", work=Work(progress=False))
+    for second in ("shoo", "shoe"):
+        assert captions("hat", second) == {"a photo of a hat.", f"a photo of a {second}."}
 
 
 def packs(data: str, done: multiprocessing.Queue) -> None:
@@ -212,11 +201,12 @@ def test_folders_out_of_use_make_room_least_recently_used_first(tmp_path, cache)
         os.close(door._READING.pop(folder))
         os.utime(_marker(folder), (1e9 - age, 1e9 - age))
     (folders[0] / ".x.part").symlink_to("what another process has renamed meanwhile")
-    door.limit_size(cache, said.append, most_bytes=sum(map(used_bytes, folders)) - 1)
-    assert [folder.is_dir() for folder in folders] == [False, True, True]
-    assert len(said) == 1 and "removed the 1 least recently used folders" in said[0]
-    door.limit_size(cache, said.append, most_bytes=0)
-    assert [folder.is_dir() for folder in folders] == [False, True, False]
+    for most_bytes, left in (
+        (sum(map(used_bytes, folders)) - 1, [False, True, True]),
+        (0, [False, True, False]),
+    ):
+        door.limit_size(cache, said.append, most_bytes)
+        assert [folder.is_dir() for folder in folders] == left
     (source,) = parse_sources(as_shards(f"x={tmp_path}/a/pairs.csv"))
     assert source.num_samples == 4 and folders[0].is_dir()
 
@@ -231,20 +221,14 @@ def test_rows_that_cannot_be_used_are_said_or_end_a_strict_call(tmp_path):
     assert "rows refused: 1 empty caption, 1 picture missing" in said[-1]
     with pytest.raises(UserError, match=r"pairs\.csv has rows that cannot be used .*refused\.csv"):
         as_shards(f"x={table}", strict=True)
-    with pytest.raises(UserError, match="has rows that cannot be used"):
-        sets_as_shards(table)
 
 
 def test_addresses_and_too_many_rows_get_the_command_to_type(tmp_path, monkeypatch):
     table = write_table(tmp_path / "in")
     (tmp_path / "web.csv").write_text("url,caption\nhttps://example.org/1.jpg,a dog\n")
-    with pytest.raises(
-        UserError, match=r"holds addresses of pictures .*`zerovl data pack .*web\.csv"
-    ):
-        as_shards(f"x={tmp_path}/web.csv")
-    for place in (table, parquet(tmp_path / "rows")):
-        monkeypatch.setattr(door, "MOST_ROWS", PAIRS - 1 if place == table else 1)
-        with pytest.raises(UserError, match=r"more than .*call `zerovl data pack .*--out DIR"):
+    monkeypatch.setattr(door, "MOST_ROWS", PAIRS - 1)
+    for place, why in ((f"{tmp_path}/web.csv", "holds addresses"), (table, "more than 4 rows")):
+        with pytest.raises(UserError, match=rf"{why}.*`zerovl data pack .*\.csv --out DIR"):
             as_shards(f"x={place}")
 
 
@@ -263,12 +247,6 @@ def test_a_retrieval_set_is_its_split_or_all_of_a_table_without_splits(tmp_path)
     Path(table).write_text("\n".join(["filepath,title,split", *rows]) + "\n")
     sets = parse_retrieval_data(sets_as_shards(f"s={tmp_path}/in"))
     assert list(sets) == ["s"] and len(open_retrieval_set(sets["s"])) == 2
-    images = [{"id": n, "file_name": f"{n}.png"} for n in range(3)]  # MS-COCO's own annotations
-    captions = [{"image_id": n, "caption": f"{n} {k}"} for n in range(3) for k in range(2)]
-    coco = tmp_path / "in/captions_val2017.json"
-    coco.write_text(json.dumps({"images": images, "annotations": captions}))
-    (place,) = parse_retrieval_data(sets_as_shards(f"c={coco}")).values()
-    assert [len(texts) for texts in open_retrieval_set(place).captions(None)] == [2, 2, 2]
 
 
 def test_karpathys_file_is_the_same_set_by_itself_and_packed(tmp_path):
@@ -359,11 +337,6 @@ def test_a_star_names_the_files_of_a_data_set_on_the_hub(tmp_path, monkeypatch):
             UserError, match=r"no file is named like hf://datasets/me/cc@v1/data/\*\.pq"
         ):
             as_shards("cc=hf://datasets/me/cc@v1/data/*.pq")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(
-        UserError, match=r"files of hf://.* cannot be listed \(.*\); check the address"
-    ):
-        as_shards("cc=hf://datasets/me/dd/*.parquet")
 
 
 COLUMNS = {  # header: (columns that are given, those of the picture and of the captions, or words of the refusal)

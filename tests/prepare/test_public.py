@@ -73,13 +73,9 @@ def test_a_broken_line_is_a_row_and_a_broken_list_is_refused(tmp_path):
     rows = list(tsv_pairs([listed]))
     assert len(rows) == 3 and rows[1].captions == [""]
     assert rows[2].image == "http://a.example/3.jpg"
-    for content in (b"<html><body>Sign in</body></html>\n", b"", b"a\tb\nc\td\n"):
-        listed.write_bytes(content)
-        with pytest.raises(UserError, match="is not a list of captions and addresses"):
-            list(tsv_pairs([listed]))
-    listed.write_bytes(b"not gzip")
-    with pytest.raises(UserError, match=r"is broken|is no list"):
-        list(tsv_pairs([listed.rename(tmp_path / "list.tsv.gz")]))
+    listed.write_bytes(b"<html><body>Sign in</body></html>\n")
+    with pytest.raises(UserError, match="is not a list of captions and addresses"):
+        list(tsv_pairs([listed]))
 
 
 SBU = [
@@ -112,12 +108,6 @@ def test_sbu_in_both_official_forms(tmp_path):
     table.write_text(json.dumps({**columns, "captions": columns["captions"][:1]}))
     with pytest.raises(UserError, match="differ at entry 1"):
         list(sbu_pairs([table]))
-    with pytest.raises(UserError, match="hold neither"):
-        list(sbu_pairs(texts[:1]))
-    broken = tmp_path / "broken.tar.gz"
-    broken.write_bytes((tmp_path / "sbu-captions-all.tar.gz").read_bytes()[:80])
-    with pytest.raises(UserError, match="broken"):
-        list(sbu_pairs([broken]))
 
 
 #: What an address of a list answers -> why its row is refused; "" for a pair.
@@ -161,13 +151,6 @@ def test_a_list_of_addresses_becomes_shards_and_every_failure_is_counted(tmp_pat
     assert (source.name, source.num_samples) == ("cc3m", 8)
 
 
-def test_what_needs_a_person_says_so(tmp_path):
-    with pytest.raises(UserError, match=r"CC3M's list asks for a sign-in.*--source"):
-        prepare_public("cc3m", tmp_path / "out", work=WORK)
-    with pytest.raises(UserError, match=r"form.*dataset_flickr30k.json"):
-        prepare_public("f30k", tmp_path / "out", work=WORK)
-
-
 # --------------------------------------------------------------------------------------------------- Visual Genome
 
 
@@ -190,37 +173,14 @@ def test_vg_takes_the_five_largest_boxes(tmp_path):
     ]
     file = tmp_path / "region_descriptions.json"
     file.write_text(json.dumps(images))
-    found = dict(largest_phrases(file, file.name))
     # 500 x 1, 50 x 10 (lower id first on a tie), 49 x 10, 48 x 10, 47 x 10; 450 x 1 comes after them
-    assert found == {
-        7: ["phrase 49", "Phrase with spaces", *(f"phrase {n}" for n in (48, 47, 46))],
-        9: ["phrase 0"],
-    }
-    assert dict(largest_phrases(file, file.name, limit=8))[7][5:] == [
-        "phrase 45",
-        "phrase 44",
-        "same area a",
-    ]
-    for broken in (
-        '[{"image_id": 7}]',
-        '[{"image_id": 7, "regions": [{"phrase": "x"}]}]',
-        "[[1]]",
-        '[{"regions": []}]',
-    ):
-        file.write_text(broken)
-        with pytest.raises(UserError, match="entry 0 of .* is not an image with regions"):
-            list(largest_phrases(file, file.name))
-
-
-def test_a_zip_that_has_lost_its_first_byte_is_broken(tmp_path):
-    """Its directory then points before its beginning, which is neither a BadZipFile nor a disk's fault."""
-    path = zipped(tmp_path / "region_descriptions.json.zip", {"region_descriptions.json": b"[]"})
-    path.write_bytes(path.read_bytes()[1:])
-    with pytest.raises(
-        UserError,
-        match=r"region_descriptions.json.zip cannot be read \(Invalid argument\): check the path, or fetch it",
-    ):
-        list(largest_phrases(path, "region_descriptions.json"))
+    five = ["phrase 49", "Phrase with spaces", *(f"phrase {n}" for n in (48, 47, 46))]
+    assert dict(largest_phrases(file, file.name)) == {7: five, 9: ["phrase 0"]}
+    eight = [*five, "phrase 45", "phrase 44", "same area a"]
+    assert dict(largest_phrases(file, file.name, limit=8))[7] == eight
+    file.write_text('[{"image_id": 7, "regions": [{"phrase": "x"}]}]')
+    with pytest.raises(UserError, match="entry 0 of .* is not an image with regions"):
+        list(largest_phrases(file, file.name))
 
 
 def test_vg_end_to_end_from_zips(tmp_path):
@@ -253,21 +213,6 @@ def test_vg_end_to_end_from_zips(tmp_path):
     assert sorted(texts) == sorted([f"image {i} region {r}" for r in range(5)] for i in pictures)
     (source,) = parse_sources(str(tmp_path / "vg"))  # each phrase is shown in turn
     assert (source.num_samples, source.captions) == (39, "one-per-epoch")
-    with pytest.raises(UserError, match="no pictures of vg beside the annotations"):
-        made("vg", tmp_path / "none", zips[:1])
-
-
-def test_a_zip_is_unpacked_once_and_without_its_rotten_entries(tmp_path):
-    annotations = [{"id": i, "regions": [region(1, f"image {i}", 1, 1)]} for i in range(3)]
-    (tmp_path / "region_descriptions.json").write_text(json.dumps(annotations))
-    zipped(tmp_path / "images.zip", {f"VG/{i}.jpg": photo(i) for i in range(3)})
-    content = bytearray((tmp_path / "images.zip").read_bytes())
-    content[content.index(photo(1)) + 50] ^= 1
-    (tmp_path / "images.zip").write_bytes(content)
-    source = [tmp_path / "region_descriptions.json", tmp_path / "images.zip"]
-    report = made("vg", tmp_path / "vg", source)
-    assert report["pictures"] == 2 and report["refused"]["picture missing"]["rows"] == 1
-    assert made("vg", tmp_path / "vg", source)["pictures"] == 2
 
 
 # ------------------------------------------------------------------------------------------------- COCO and Flickr30K

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sqlite3
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -82,17 +81,6 @@ def test_a_kill_at_any_step_is_mended(module, name, call, undisturbed, tmp_path,
     assert _files(tmp_path / "out") == wanted
 
 
-def test_a_full_disk_under_the_tables_gets_a_sentence(undisturbed, tmp_path, monkeypatch):
-    """SQLite has an error of its own for it."""
-
-    def full(*_, **__):
-        raise sqlite3.OperationalError("disk I/O error")
-
-    monkeypatch.setattr(packing, "PairDatabase", full)
-    with pytest.raises(UserError, match=r"Writing into .*out failed \(disk I/O error\)"):
-        pack([str(undisturbed[0])], tmp_path / "out", SETTINGS, work=WORK)
-
-
 def _files(out: Path) -> dict[str, bytes]:
     """All of an output but the page and report, which name its folder."""
     return {
@@ -100,25 +88,6 @@ def _files(out: Path) -> dict[str, bytes]:
         for file in out.rglob("*")
         if file.is_file() and file.name not in ("report.html", "lock") and ".pack" not in file.parts
     }
-
-
-def test_pictures_that_came_before_a_kill_are_not_fetched_again(packed, tmp_path, monkeypatch):
-    with HostileServer() as server:
-        rows = [
-            "url,caption",
-            *(f"{server.url('good', number)},caption {number}" for number in range(60)),
-        ]
-        (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
-        with monkeypatch.context() as patch:
-            kill_in(patch, Collecting, "_take", 20)
-            with pytest.raises(Killed):
-                packed(tmp_path / "list.csv", work=WORK)
-        asked = server.requests.total()
-        assert 20 <= asked < 60
-        assert packed(tmp_path / "list.csv")["pictures"] == 60
-        assert (
-            server.requests.total() <= 60 + asked - 20
-        )  # those that had not been taken are fetched twice
 
 
 def test_a_retry_that_is_killed_is_mended_by_any_call(packed, tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from open_clip_zerovl.data.splits import split_of_word
 from open_clip_zerovl.prepare.columns import texts_of
 from open_clip_zerovl.prepare.pictures import Downloader, Failure, Picture, encode_picture
 from open_clip_zerovl.prepare.rows import Reader, Row, SourceNames, is_address, is_utf8
-from open_clip_zerovl.prepare.settings import Encoding, Limits, Work
+from open_clip_zerovl.prepare.settings import Limits, PackSettings, Work
 from open_clip_zerovl.prepare.store import PairDatabase
 from open_clip_zerovl.shards.pictures import LARGEST_PICTURE_BYTES
 
@@ -44,7 +44,7 @@ class Collecting:
         names: how rows get the names of their sources.
         store: an empty one.
         out: the folder of the shards, for messages.
-        encoding: how pictures are stored.
+        settings: how pictures are stored.
         limits: the limits of downloads.
         work: threads, attempts.
     """
@@ -56,7 +56,7 @@ class Collecting:
         store: PairDatabase,
         out: Path,
         *,
-        encoding: Encoding,
+        settings: PackSettings,
         limits: Limits,
         work: Work,
     ) -> None:
@@ -64,7 +64,7 @@ class Collecting:
         self.names = names
         self.store = store
         self.out = out
-        self.encoding = encoding
+        self.settings = settings
         self.work = work
         self.downloader = Downloader(limits)
         self.pool = ThreadPoolExecutor(work.threads, thread_name_prefix="picture")
@@ -199,8 +199,8 @@ class Collecting:
 
     def _encoded(self, content: bytes, row: Row) -> Picture:
         held_out = split_of_word(row.split) in ("val", "test")
-        encoding = replace(self.encoding, shorter_side_px=None) if held_out else self.encoding
-        return encode_picture(content, encoding)
+        settings = replace(self.settings, shorter_side_px=None) if held_out else self.settings
+        return encode_picture(content, settings)
 
 
 def judged_rows(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.prepare.columns import (
     Chosen,
     ColumnReader,
@@ -149,18 +150,10 @@ class TableReader(ColumnReader):
         self.begin = 1 if said else 0
         if said:
             header = second.decode("utf-8", "replace").rstrip("\r\n")
-        try:
+        # a long field, or a carriage return between fields
+        with reading(path, "save it as CSV with line ends of Unix or Windows"):
             self.separator = wanted.separator or (said[1] if said else guess_separator(header))
             fields = next(csv.reader([header], delimiter=self.separator), [])
-        except csv.Error as error:  # a long field, or a carriage return between fields
-            lines = (
-                " (lines that end in a carriage return alone, as some programs save them?)"
-                if "\r" in header
-                else ""
-            )
-            raise UserError(
-                f"the first line of {path} cannot be read as columns{lines}: save it as CSV with line ends of Unix or Windows"
-            ) from error
         self.names = [name.strip() for name in fields]
         self.has_header = not any(names_a_picture(name) for name in self.names)
         chosen = choose(str(path), self.names, wanted) if self.has_header else self._headerless()

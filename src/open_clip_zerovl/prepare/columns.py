@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from open_clip_zerovl.core.errors import UserError, nearest
+from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.splits import split_column
 from open_clip_zerovl.prepare.rows import Places, Reader, Row, is_address, public_name, word_of
 from open_clip_zerovl.prepare.settings import Columns
@@ -25,7 +25,6 @@ from open_clip_zerovl.shards.texts import (
     BadCaption,
     caption_of,
     encoding_of,
-    members,
     open_member,
 )
 
@@ -87,11 +86,8 @@ def find(where: str, names: Sequence[str], name: str, flag: str) -> str:
     same = [known for known in names if plain(known) == plain(name)]
     if len(same) == 1:
         return same[0]
-    known_as = {plain(known): known for known in names}
-    similar = nearest(plain(name), known_as)
-    meant = f"; did you mean {flag} {known_as[similar]!r}?" if similar else ""
     raise UserError(
-        f"{where} has no column {name!r}, given with {flag}; its columns are {listed(names)}{meant}"
+        f"{where} has no column {name!r}, given with {flag}; its columns are {listed(names)}"
     )
 
 
@@ -193,20 +189,14 @@ def _not_found(
     captions: Sequence[str],
 ) -> str:
     """Write the sentence for a table without a column that is named like a picture, or like a caption, or both."""
-    missing: list[tuple[str, str, Sequence[str]]] = []
+    missing = {}
     if picture is None:
-        missing.append(("a picture (image, filepath, url ...)", _FLAGS[0], PICTURE_NAMES))
+        missing[_FLAGS[0]] = "a picture (image, filepath, url ...)"
     if not captions:
-        missing.append(("a caption (caption, title, text ...)", _FLAGS[1], CAPTION_NAMES))
-    similar_names = {
-        flag: next((name for name in names if nearest(plain(name), usual, cutoff=0.75)), None)
-        for _, flag, usual in missing
-    }
-    meant = " ".join(f"{flag} {name!r}" for flag, name in similar_names.items() if name)
+        missing[_FLAGS[1]] = "a caption (caption, title, text ...)"
     return (
-        f"no column of {where} is named like {' or '.join(words for words, _, _ in missing)}; its columns are {listed(names)}: "
-        f"name {'it' if len(missing) == 1 else 'them'} with {' and '.join(similar_names)}"
-        + (f"; did you mean {meant}?" if meant else "")
+        f"no column of {where} is named like {' or '.join(missing.values())}; its columns are {listed(names)}: "
+        f"name {'it' if len(missing) == 1 else 'them'} with {' and '.join(missing)}"
     )
 
 
@@ -338,12 +328,8 @@ def opened_table(path: Path) -> Iterator[IO[bytes]]:
     """Open the plain bytes of a table, gzipped or not, converted to UTF-8 if it has a byte-order mark.
 
     Raises:
-        UserError: a zip, or a file that cannot be read.
+        UserError: a file that cannot be read.
     """
-    if path.suffix.lower() == ".zip":
-        raise UserError(
-            f"{path} is a zip with {listed(members(path)[:3])}: unpack it, and give the folder or the table"
-        )
     try:
         with open_member(path, path.name) as file:
             encoding = encoding_of(file.read(4))

@@ -33,6 +33,7 @@ from open_clip_zerovl.prepare.settings import Columns
 from open_clip_zerovl.shards.fetch import ShardCache
 from open_clip_zerovl.shards.pictures import (
     UNREAD,
+    Listing,
     notes_of,
     walk,
 )
@@ -191,7 +192,7 @@ class ClassReader(Reader):
         self.columns = (
             f"{len(classes)} classes ({shown_names(classes)}; {words}), captions {captions}"
         )
-        self.notes = notes_of({"": listed}) + self._empty(path)
+        self.notes = notes_of({"": listed} | self._empty(path))
         if self.upper and wanted.source is None:
             self.notes.append(
                 f"--source-column {FOLDER_COLUMN} makes each folder of the upper level a source"
@@ -205,18 +206,16 @@ class ClassReader(Reader):
             source = Path(inside).parts[-3:][0]
             yield Row(str(file), captions, name, 0, source, name=name, label=label, split=split)
 
-    def _empty(self, path: Path) -> list[str]:
-        """Name the folders at the level of classes that hold no picture."""
+    def _empty(self, path: Path) -> dict[str, Listing]:
+        """Return the folders at the level of classes that hold no picture, by name."""
         level = len(self.pictures[0].relative_to(path).parts) - 1
         full = {str(file.parent) for file in self.pictures}
         folders = [Path(folder) for folder, _ in walk(path)]
-        empty = [
-            repr(folder.name)
+        return {
+            folder.name: Listing([], [], [])
             for folder in folders
             if len(folder.relative_to(path).parts) == level and str(folder) not in full
-        ]
-        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
-        return [f"no picture: class {', '.join(empty[:5])}{more}"] if empty else []
+        }
 
     def _class(self, name: str) -> str:
         return Path(self.splits(name)[0]).parent.name

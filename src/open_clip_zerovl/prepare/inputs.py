@@ -23,7 +23,7 @@ from open_clip_zerovl.shards.pictures import PICTURE_SUFFIXES, left_out, walk
 from open_clip_zerovl.shards.urls import REMOTE, is_command, local_path
 
 ENDINGS = {
-    "table": (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".zip"),
+    "table": (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz"),
     "json": (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
     "parquet": (".parquet", ".pq"),
     "arrow": (".arrow",),
@@ -119,13 +119,13 @@ def open_input(
         return (
             FolderReader(path, wanted) if form == "folder" else ClassReader(path, wanted, templates)
         )
-    if form == "arrow":
-        saved = [path] if path.is_file() else saved_files(path)
-        return ArrowReader(form, path, saved, wanted, templates)
-    files = [path] if path.is_file() else _files(path, _IN_FOLDERS[form])
+    if path.is_file():
+        files = [path]
+    else:
+        files = saved_files(path) if form == "arrow" else _files(path, _IN_FOLDERS[form])
     if not files:
         raise UserError(f"{path} holds no file of --format {form} ({', '.join(_IN_FOLDERS[form])})")
-    if form == "parquet":
+    if form in ("parquet", "arrow"):
         return ArrowReader(form, path, files, wanted, templates)
     if form == "webdataset":
         return TarReader(path, files, wanted)
@@ -152,8 +152,8 @@ def form_of(path: Path) -> str:
         if name.endswith(endings):
             return form
     raise UserError(
-        f"{path.name} has no known ending: name its form with --format ({', '.join(FORMATS[1:])}); tables end in .csv or .tsv "
-        "(save a spreadsheet as CSV in UTF-8)"
+        f"{path.name} has no known ending: name its form with --format ({', '.join(FORMATS[1:])}); unpack an archive, "
+        "and save a spreadsheet as CSV in UTF-8"
     )
 
 
@@ -180,32 +180,18 @@ def _form_of_folder(path: Path) -> str:
             counts[form] += 1
         else:
             others.append(file.name)
-    paired = bool(pictures & texts)
-    tables = [form for form in ("table", "json") if counts[form]]
-    if paired and tables:
-        raise UserError(
-            f"{path} holds pictures with texts beside them, and a table too: give --format folder for the texts, or the table "
-            "itself"
-        )
-    if counts["webdataset"] and (pictures or tables):
-        raise UserError(
-            f"{path} holds tars, and {'pictures' if pictures else 'tables'} too: choose with --format webdataset or "
-            f"--format {'folder' if pictures and not tables else tables[0]}"
-        )
+    paired, tars = bool(pictures & texts), counts["webdataset"]
     # img2dataset writes a parquet of the addresses beside its tars, and beside its folders of pictures.
-    for form, here in (
-        ("webdataset", counts["webdataset"]),
-        ("folder", paired),
-        ("parquet", counts["parquet"]),
-    ):
-        if here:
-            return form
-    if len(tables) > 1:
-        raise UserError(f"{path} holds CSV and JSON tables: give one of them")
-    if tables:
-        return tables[0]
-    if counts["arrow"]:
-        return "arrow"
+    if counts["parquet"] and not (paired or tars):
+        return "parquet"
+    forms = [form for form in ("webdataset", "table", "json") if counts[form]]
+    forms += ["folder"] if paired or (tars and pictures) else []
+    if len(forms) > 1:
+        raise UserError(
+            f"{path} holds data of several forms: choose with --format {' or '.join(forms)}, or give the file to pack"
+        )
+    if forms or counts["arrow"]:
+        return forms[0] if forms else "arrow"
     if pictures:
         names = [os.path.relpath(picture, path) for picture in pictures]
         splits = FolderSplits(names)

@@ -53,7 +53,6 @@ _WORDS = BITS // 64
 # JPEGs are decoded at the smallest scale that is not below it; pHash shrinks to 4 * SIDE
 _DRAFT_PX = 8 * SIDE
 _BORDER_SPREAD = 24  # grey levels within a row of a uniform border, as JPEG leaves it
-_BLOCK_PAIRS = 1 << 21  # pairs compared at once, 8 bytes each
 
 Hashes = NDArray[np.uint64]
 Key = TypeVar("Key")
@@ -104,8 +103,8 @@ def _without_borders(grey: Image.Image) -> Image.Image:
 
 def hash_all(
     pictures: Iterable[tuple[Key, bytes]], threads: int = 4
-) -> Iterator[list[tuple[Key, bytes, Hashes | None]]]:
-    """Yield (key, content, its hashes, None for no picture) of each (key, encoded picture), in order, in blocks."""
+) -> Iterator[tuple[Key, bytes, Hashes | None]]:
+    """Yield (key, content, its hashes, None for no picture) of each (key, encoded picture), in order."""
 
     def hashes_or_none(entry: tuple[Key, bytes]) -> Hashes | None:
         try:
@@ -117,7 +116,7 @@ def hash_all(
     with ThreadPoolExecutor(threads) as pool:
         while block := list(islice(source, PICTURES_AT_ONCE)):
             hashed = pool.map(hashes_or_none, block)
-            yield [(*entry, hashes) for entry, hashes in zip(block, hashed, strict=True)]
+            yield from ((*entry, hashes) for entry, hashes in zip(block, hashed, strict=True))
 
 
 def nearest(
@@ -125,24 +124,15 @@ def nearest(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Find the nearest test picture (T, 4) of each hash (n, 4), the first of equally near ones, and its distance.
 
-    All T hashes are compared with all n asked ones, block by block.
-
     Returns:
         (n,) numbers, -1 where none is within the distance. (n,) distances, BITS + 1 there.
     """
-    number = np.full(len(asked), -1, dtype=np.int64)
-    distance = np.full(len(asked), BITS + 1, dtype=np.int64)
-    words = np.ascontiguousarray(tests.T)  # (4, T)
-    rows_at_once = max(1, _BLOCK_PAIRS // len(tests))
-    for start in range(0, len(asked), rows_at_once):
-        block = asked[start : start + rows_at_once]
-        away = np.zeros((len(block), len(tests)), dtype=np.uint16)
-        for word in range(_WORDS):
-            away += np.bitwise_count(block[:, word, None] ^ words[word])
-        least = away.min(axis=1)
-        rows = np.flatnonzero(least <= within)
-        number[start + rows], distance[start + rows] = away[rows].argmin(axis=1), least[rows]
-    return number, distance
+    away = np.zeros((len(asked), len(tests)), dtype=np.uint16)
+    for word in range(_WORDS):
+        away += np.bitwise_count(asked[:, word, None] ^ tests[:, word])
+    least = away.min(axis=1)
+    near = least <= within
+    return np.where(near, away.argmin(axis=1), -1), np.where(near, least, BITS + 1)
 
 
 # ---------------------------------------------------------------------------------- pictures of sources and of test sets
@@ -156,21 +146,16 @@ class ComparedSets:
     """The pictures of one or several test sets, with their hashes.
 
     Attributes:
-        pictures: those of all sets that can be decoded. `source` is the set.
-        hashes: (T, 4), with and without uniform borders.
-        owners: the number of the picture of each hash.
+        hashes: (T, 4), of the pictures that can be decoded, with and without uniform borders.
+        pictures: the picture of each hash. `source` is the set.
+        counts: set -> its pictures that can be decoded.
         unreadable: pictures that cannot be decoded, left out.
     """
 
-    pictures: Sequence[Picture]
     hashes: Hashes
-    owners: Sequence[int]
+    pictures: Sequence[Picture]
+    counts: dict[str, int]
     unreadable: int
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Count the pictures of each test set."""
-        return dict(Counter(picture.source for picture in self.pictures))
 
 
 @dataclass(frozen=True)
@@ -229,18 +214,17 @@ def open_test_sets(
         for picture in _test_pictures(name, path, split)
     ]
     hashes: list[Hashes] = []
-    owners: list[int] = []
-    readable: list[Picture] = []
+    owners: list[Picture] = []
+    counts: Counter[str] = Counter()
     bar = tqdm(pictures, desc="test sets", unit=" pictures", disable=not progress)
-    for block in hash_all(((picture, picture.content()) for picture in bar), threads):
-        for picture, _, each in block:
-            if each is not None:
-                hashes += list(each[::2])  # not those of its mirror image
-                owners += [len(readable)] * len(each[::2])
-                readable.append(picture)
+    for picture, _, each in hash_all(((picture, picture.content()) for picture in bar), threads):
+        if each is not None:
+            hashes += list(each[::2])  # not those of its mirror image
+            owners += [picture] * len(each[::2])
+            counts[picture.source] += 1
     if not hashes:
         raise UserError("the test set holds no picture that can be compared")
-    return ComparedSets(readable, np.stack(hashes), owners, len(pictures) - len(readable))
+    return ComparedSets(np.stack(hashes), owners, dict(counts), len(pictures) - counts.total())
 
 
 def _test_pictures(name: str, path: Path, split: str) -> list[Picture]:
@@ -288,30 +272,21 @@ def match(
     def shown(content: bytes) -> str:
         return decoded(content, lambda image: thumbnail(as_shown(image)))
 
-    for block in hash_all(pictures, threads):
-        for (source, *_), _, hashes in block:
-            overlap.samples[source] += 1
-            overlap.unreadable[source] += hashes is None
-        readable = [
-            (place, content, hashes) for place, content, hashes in block if hashes is not None
-        ]
-        if not readable:
+    for place, content, hashes in hash_all(pictures, threads):
+        overlap.samples[place[0]] += 1
+        if hashes is None:
+            overlap.unreadable[place[0]] += 1
             continue
-        asked = np.concatenate([hashes for *_, hashes in readable])
-        numbers, distances = nearest(tests.hashes, asked, overlap.within)
-        first = 0  # of a picture's hashes
-        for place, content, hashes in readable:
-            best = first + int(distances[first : first + len(hashes)].argmin())
-            mirrored = bool((best - first) % 2)
-            first += len(hashes)
-            if numbers[best] < 0:
-                continue
-            test = tests.pictures[tests.owners[numbers[best]]]
-            if len(overlap.pairs) < _KEPT:
-                thumbnails = shown(content), shown(test.content())
-                overlap.thumbnails[len(overlap.pairs)] = thumbnails
-            pair = NearPair(*place, test.source, test.key, int(distances[best]), mirrored)
-            overlap.pairs.append(pair)
+        numbers, distances = nearest(tests.hashes, hashes, overlap.within)
+        best = int(distances.argmin())
+        if numbers[best] < 0:
+            continue
+        test = tests.pictures[numbers[best]]
+        if len(overlap.pairs) < _KEPT:
+            thumbnails = shown(content), shown(test.content())
+            overlap.thumbnails[len(overlap.pairs)] = thumbnails
+        distance, mirrored = int(distances[best]), bool(best % 2)
+        overlap.pairs.append(NearPair(*place, test.source, test.key, distance, mirrored))
 
 
 def write_overlap(overlap: Overlap, out: Path) -> None:
@@ -411,5 +386,5 @@ def near_exclusion(tests: str, out: Path, *, threads: int = 4, progress: bool = 
     return Exclusion(
         f"near {names}",
         keys,
-        f"{names}: {len(sets.pictures)} pictures {digest}, {BITS} bits, within {NEAR}",
+        f"{names}: {sum(sets.counts.values())} pictures {digest}, {BITS} bits, within {NEAR}",
     )

@@ -292,7 +292,7 @@ def pack(
                     sources,
                     store,
                     out,
-                    encoding=settings.encoding,
+                    settings=settings,
                     limits=limits or Limits(),
                     work=work,
                 )

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.errors import UserError
+from open_clip_zerovl.core.files import reading
 from open_clip_zerovl.data.names import class_words
 from open_clip_zerovl.prepare.columns import (
     Chosen,
@@ -104,7 +105,7 @@ class ArrowReader(ColumnReader):
         self.total = 0
         first: tuple[Chosen, Sequence[str]] | None = None
         for file in self.files:
-            with self._reading(file, "is not a {form} file, or a broken one") as table:
+            with self._reading(file) as table:
                 schema, rows = (
                     (table.schema_arrow, table.metadata.num_rows)
                     if self.form == "parquet"
@@ -122,7 +123,7 @@ class ArrowReader(ColumnReader):
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
         names = self.chosen.read
-        with self._reading(file, "cannot be read to its end") as table:
+        with self._reading(file) as table:
             if self.form == "parquet":
                 batches = table.iter_batches(ROWS_AT_ONCE, columns=names, use_threads=False)
             else:
@@ -138,10 +139,10 @@ class ArrowReader(ColumnReader):
         return list(self.templates.of(self.words[number])), self.words[number]
 
     @contextmanager
-    def _reading(self, file: Path, fault: str) -> Iterator[Any]:
-        """Open a ParquetFile, or map an Arrow table into memory, with the fault for errors of pyarrow."""
+    def _reading(self, file: Path) -> Iterator[Any]:
+        """Open a ParquetFile, or map an Arrow table into memory, and name the file in errors of pyarrow."""
         arrow = pyarrow()
-        try:
+        with reading(file, "write or fetch it again"):
             if self.form == "parquet":
                 # pre_buffer reads the whole file at once.
                 with arrow.parquet.ParquetFile(
@@ -156,15 +157,10 @@ class ArrowReader(ColumnReader):
                     source.seek(0)
                     table = arrow.ipc.open_file(source).read_all()
                 yield table
-        except (arrow.ArrowException, OSError) as error:
-            fault = fault.format(form=self.form if self.form == "parquet" else "Arrow")
-            raise UserError(
-                f"{file} {fault} ({first_line(error)}): write or fetch it again"
-            ) from error
 
     def _choose_in(self, file: Path, schema: Any) -> Chosen:
         """Choose the columns, where pictures' bytes take precedence over guesses from names."""
-        types, held = pyarrow().types, picture_columns(schema)
+        held = picture_columns(schema)
         wanted, classes = self.wanted, class_columns(schema)
         if wanted.captions is None and classes and not guess_captions(schema.names):
             wanted = replace(wanted, captions=(next(iter(classes)),))
@@ -184,12 +180,6 @@ class ArrowReader(ColumnReader):
                 f"captions {listed(self.templates.captions)}"
             )
             chosen = replace(chosen, words=words)
-        kind = schema.field(chosen.picture).type
-        if not (chosen.picture in held or types.is_string(kind) or types.is_large_string(kind)):
-            raise UserError(
-                f"the picture column {chosen.picture!r} of {file} holds {kind}, neither bytes, Hugging Face's image nor text: "
-                "name another with --picture-column"
-            )
         return chosen
 
 
@@ -197,7 +187,7 @@ def saved_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a folder that `save_to_disk` wrote, split by split, in their order.
 
     Raises:
-        UserError: the list of files cannot be read, or names one that is not there.
+        UserError: the list of files cannot be read.
     """
     if (folder / "dataset_dict.json").is_file():
         names = sorted(
@@ -205,16 +195,7 @@ def saved_files(folder: Path) -> list[Path]:
             key=lambda name: (name != "train", name),
         )
         return [file for name in names for file in saved_files(folder / name)]
-    try:
-        entries = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
-        files = [folder / str(entry["filename"]) for entry in entries]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(
-            f"{folder / 'state.json'} does not list the Arrow files of a dataset ({first_line(error)}): save the dataset again"
-        ) from error
-    missing = [file for file in files if not file.is_file()]
-    if missing or not files:
-        raise UserError(
-            f"{missing[0] if missing else folder} is missing from the dataset: copy or save it again"
-        )
-    return files
+    state = folder / "state.json"
+    with reading(state, "save the dataset again"):
+        entries = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+        return [folder / str(entry["filename"]) for entry in entries]

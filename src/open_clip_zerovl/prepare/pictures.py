@@ -25,7 +25,7 @@ from urllib.request import getproxies, proxy_bypass
 from PIL import Image
 
 from open_clip_zerovl.data.splits import picture_key
-from open_clip_zerovl.prepare.settings import Encoding, Limits
+from open_clip_zerovl.prepare.settings import JPEG_QUALITY, MOST_PIXELS, Limits, PackSettings
 from open_clip_zerovl.shards.pictures import (
     BadPicture,
     as_shown,
@@ -66,7 +66,7 @@ class Picture(NamedTuple):
     about: Mapping[str, Any]
 
 
-def encode_picture(content: bytes, encoding: Encoding) -> Picture:
+def encode_picture(content: bytes, settings: PackSettings) -> Picture:
     """Encode a picture as it is stored, decoded to its end, so that a truncated one is refused.
 
     Returns:
@@ -79,19 +79,19 @@ def encode_picture(content: bytes, encoding: Encoding) -> Picture:
     """
 
     def use(image: Image.Image) -> Picture:
-        if min(image.size) < encoding.min_side_px:
+        if min(image.size) < settings.min_side_px:
             raise BadPicture("picture too small", "")
-        if image.width * image.height > encoding.max_pixels:
+        if image.width * image.height > MOST_PIXELS:
             raise BadPicture("picture too large", "")
         turned = orientation_of(image) != 1
         picture = as_shown(image)
         alike = stock_reads_alike(image, picture)
         whitened = has_transparency(image) and not alike
-        smaller = _shrunk(picture, encoding)
+        smaller = _shrunk(picture, settings)
         width, height = smaller.size
         shrunk = smaller.size != picture.size
         extension = _EXTENSIONS.get(image.format or "")
-        if encoding.shorter_side_px is not None or shrunk or (encoding.upright and not alike):
+        if settings.shorter_side_px is not None or shrunk or not alike:
             extension = None  # its bytes cannot stay
         about = {
             "key": picture_key(picture),
@@ -104,12 +104,12 @@ def encode_picture(content: bytes, encoding: Encoding) -> Picture:
         if extension:
             return Picture(extension, content, about)
         jpeg = io.BytesIO()
-        smaller.save(jpeg, "JPEG", quality=encoding.quality)
+        smaller.save(jpeg, "JPEG", quality=JPEG_QUALITY)
         return Picture("jpg", jpeg.getvalue(), about)
 
     try:
         with warnings.catch_warnings():
-            # Pillow warns of large pictures, for which `max_pixels` is the limit here, and of odd EXIF.
+            # Pillow warns of large pictures, for which MOST_PIXELS is the limit here, and of odd EXIF.
             warnings.simplefilter("ignore")
             return decoded(content, use)
     except BadPicture as error:
@@ -120,16 +120,15 @@ def encode_picture(content: bytes, encoding: Encoding) -> Picture:
         raise Failure(_REASONS.get(error.reason, error.reason)) from error
 
 
-def _shrunk(picture: Image.Image, encoding: Encoding) -> Image.Image:
+def _shrunk(picture: Image.Image, settings: PackSettings) -> Image.Image:
     """Shrink a picture to both limits."""
-    scale = 1.0
-    if encoding.shorter_side_px is not None:
-        scale = encoding.shorter_side_px / min(picture.size)
-    if encoding.longer_side_px is not None:
-        scale = min(scale, encoding.longer_side_px / max(picture.size))
+    shorter, longer = settings.shorter_side_px, settings.max_side_px
+    scale = 1.0 if shorter is None else shorter / min(picture.size)
+    if longer is not None:
+        scale = min(scale, longer / max(picture.size))
     if scale >= 1.0:
         return picture
-    least = 1 if encoding.longer_side_px is not None else encoding.shorter_side_px or 1
+    least = 1 if longer is not None else shorter or 1
     size = (max(least, round(picture.size[0] * scale)), max(least, round(picture.size[1] * scale)))
     return picture.resize(size, Image.Resampling.LANCZOS)
 

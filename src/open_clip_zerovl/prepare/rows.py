@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -289,7 +290,6 @@ def public_name(name: str) -> str:
 
 #: Rows of a file whose pictures are looked for before work begins: if none of them is there, the paths are wrong.
 LOOKED_AT = 200
-_SEARCHED_ENTRIES = 20_000
 _LONGEST_NAME, _LONGEST_PATH = 255, 1024  # of a file; a longer text is no path
 
 
@@ -342,30 +342,18 @@ class Places:
             UserError: not one of the first pictures exists.
         """
         rows, held = iter(rows), []
-        missing: list[Row] = []
-        for row in rows:
+        for row in islice(rows, LOOKED_AT):
             held.append(row)
-            if row.refused or not row.place:
-                continue
             if row.content is not None or is_address(row.place) or os.path.exists(row.place):
-                missing = []
                 break
-            missing.append(row)
-            if len(missing) == LOOKED_AT:
-                break
-        if missing:
-            raise self._wrong(missing)
+        else:
+            if missing := [row for row in held if row.place]:
+                raise self._wrong(missing)
         yield from held
         yield from rows
 
     def _wrong(self, missing: list[Row]) -> UserError:
         first = missing[0]
-        folder = self._found_elsewhere(os.path.relpath(first.place, self.folder))
-        advice = (
-            f"a file of that name lies in {folder}: give --pictures-in {folder}"
-            if folder
-            else f"relative paths start at {self.folder}: if the pictures are elsewhere, give their folder with --pictures-in"
-        )
         where = f"line {first.line}" if first.line else first.file
         text = first.place.removeprefix(f"{self.folder}/")
         if (
@@ -379,24 +367,8 @@ class Places:
             )
         return UserError(
             f"none of the first {len(missing)} pictures of {self.file} exists; that of {where} should be {first.place}; "
-            f"{advice}"
+            f"relative paths start at {self.folder}: if the pictures are elsewhere, give their folder with --pictures-in"
         )
-
-    def _found_elsewhere(self, picture: str) -> str | None:
-        """Find a folder, the file's own or below it, from which this path, or else its last part, leads to a file."""
-        name, seen = os.path.basename(picture), 0
-        for folder, _, names in os.walk(self.file.parent):
-            if name in names:
-                path = os.path.join(folder, name)
-                return (
-                    path[: -len(picture)].rstrip(os.sep)
-                    if path.endswith(os.sep + picture)
-                    else folder
-                )
-            seen += len(names)
-            if seen > _SEARCHED_ENTRIES:
-                return None
-        return None
 
 
 def is_utf8(text: str) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 from open_clip_zerovl.core.flags import FROM_0_TO_1, SEED, at_least, flag
 
 FORMATS = ("folder", "classes", "table", "json", "parquet", "arrow", "webdataset")
+JPEG_QUALITY = 95  # of pictures that cannot keep their bytes
+MOST_PIXELS = 150_000_000  # a larger width times height is refused before it is decoded
 
 
 @dataclass(frozen=True)
@@ -110,28 +112,6 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """Limits of the size of a stored picture, and its JPEG quality.
-
-    Attributes:
-        shorter_side_px: a picture with a longer shorter side is shrunk to it. None keeps the bytes of JPEG, PNG and WebP.
-        quality: JPEG quality.
-        min_side_px: a picture with a smaller side is refused (tracking pixels, blank placeholders).
-        max_pixels: a picture with a larger width times height is refused before it is decoded.
-        longer_side_px: a picture with a longer longer side is shrunk to it.
-        upright: a picture that stock open_clip reads as another one than is shown (turned by its EXIF tag, transparent, of 16
-            bits) is stored as it is shown, even where its bytes could be kept.
-    """
-
-    shorter_side_px: int | None = 256
-    quality: int = 95
-    min_side_px: int = 16
-    max_pixels: int = 150_000_000
-    longer_side_px: int | None = None
-    upright: bool = False
-
-
-@dataclass(frozen=True)
 class PackSettings:
     """Settings that decide the contents of the shards, besides the inputs.
 
@@ -181,16 +161,6 @@ class PackSettings:
     seed: int = flag(0, "seed of the order and of the choice of held-out pictures", range=SEED)
     exclusion: Any = None
 
-    @property
-    def encoding(self) -> Encoding:
-        """Encode pictures as their own bytes where these may stay."""
-        return Encoding(
-            shorter_side_px=self.shorter_side_px,
-            min_side_px=self.min_side_px,
-            longer_side_px=self.max_side_px,
-            upright=True,
-        )
-
     def described(self) -> dict[str, Any]:
         """Return all of it as JSON."""
         return {
@@ -201,6 +171,13 @@ class PackSettings:
             "test_share": self.test_share,
             "shard_size": self.shard_size,
             "seed": self.seed,
-            "encoding": asdict(self.encoding),
+            "encoding": {
+                "shorter_side_px": self.shorter_side_px,
+                "quality": JPEG_QUALITY,
+                "min_side_px": self.min_side_px,
+                "max_pixels": MOST_PIXELS,
+                "longer_side_px": self.max_side_px,
+                "upright": True,
+            },
             "left_out": [[each.reason, each.settings] for each in (self.exclusion,) if each],
         }
