@@ -178,7 +178,6 @@ def test_a_stopped_trial_ends_with_the_same_table(made, whole, trainings, tmp_pa
     trainings.left = 1000
     main(words(made, out))
     assert table_of(out) == table_of(whole[0])
-    assert (out / "trial.html").is_file()
 
 
 def test_arms_that_learned_nothing_have_no_verdict_and_no_command(whole):

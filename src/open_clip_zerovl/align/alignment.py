@@ -32,7 +32,6 @@ from open_clip_zerovl.align.train import (
     Outcome,
     Task,
     caption_accuracy,
-    chunk_rows,
     default_batch,
     default_epochs,
     held_out_embeddings,
@@ -366,24 +365,10 @@ class Alignment:
         )
         steps = len(task.pairs.images) // batch
         epochs = request.epochs or default_epochs(len(task.pairs.images), batch)
-        chunk = chunk_rows(batch, self.device)
-        in_loss, in_heads = (
-            f"{6e-6 * count:.2g} M" for count in (batch * request.embed_dim, weights)
-        )
-        costs = f"a pair costs {in_loss} operations in the loss, {in_heads} in the heads"
         self.say(
-            f"train  {image.name} + {text.name}: {weights:,} weights, {batch:,} pairs a step ({costs}), the logits"
-        )
-        self.say(
-            f"       {'in one piece' if chunk is None else f'{chunk:,} rows at a time'}, at most {epochs} epochs of "
+            f"train  {image.name} + {text.name}: {weights:,} weights, {batch:,} pairs a step, at most {epochs} epochs of "
             f"{steps:,} steps"
         )
-        if steps == 1:
-            # Of a batch that nobody asked for this is no advice: smaller ones have scored lower (docs/align.md).
-            advice = ": a smaller --batch-size takes more" if request.batch_size else ""
-            self.say(
-                f"       one step an epoch, of {batch:,} of {len(task.pairs.images):,} pairs{advice}"
-            )
         given = {each.name: getattr(request, each.name) for each in fields(Recipe)}
         given["positives"] = request.positives or ("caption" if self.classes else "pair")
         slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{image.name[-40:]}--{text.name[-40:]}").strip("-")
