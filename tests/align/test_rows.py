@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,19 +40,6 @@ def sources(home):
 @pytest.fixture
 def towers(home):
     return [open_tower(f"timm:{home / 'timm'}", "image"), open_tower(f"hf:{home / 'bert'}", "text")]
-
-
-def test_held_out_sets_are_named_as_for_the_other_commands(home):
-    """Without a name, and as shards without the layout of CLIP_benchmark."""
-    for given, place in (
-        (home / "held", home / "held" / "test"),
-        (f"flat={home / 'b'}", home / "b"),
-    ):
-        opened = open_sources(f"a={home / 'a'}", str(given)).opened
-        assert [one.name for one in opened[1:]] == [
-            str(given).rpartition("/")[2] if "=" not in str(given) else "flat"
-        ]
-        assert {Path(shard).parent for shard in opened[1].shards} == {place}
 
 
 def contents(store):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -56,6 +57,7 @@ def test_the_heads_gradient_is_that_of_a_step_with_frozen_towers(home, tmp_path,
         open_tower(f"hf:{home / 'bert'}", "text"),
     )
     heads = Heads((image.width, text.width), 12, seed=1)
+    assert heads.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
     folder = export_aligned(tmp_path / "m", image, text, heads, SCALES, metrics={})
     criterion = ContrastiveLoss(positives=positives)
     pixels = torch.randn(

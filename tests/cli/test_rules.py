@@ -24,7 +24,7 @@ from open_clip_zerovl.data.collection import open_collection
 from open_clip_zerovl.data.images import Crop, decode_image, decode_pixels
 from open_clip_zerovl.data.names import class_order
 from open_clip_zerovl.data.reader import samples_of
-from open_clip_zerovl.data.sets import open_retrieval_set, parse_retrieval_data
+from open_clip_zerovl.data.sets import open_probe_set, open_retrieval_set, parse_retrieval_data
 from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.evaluate.settings import ZeroShotSettings
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
@@ -275,6 +275,7 @@ def test_a_packed_folder_of_one_source(two_sources, tmp_path):
     assert (source.name, source.num_samples) == ("x", 12)
     with pytest.raises(UserError, match="was packed without pictures of the split 'test'"):
         parse_sources(f"x={tmp_path}/one", split="test", evaluation=True)
+    assert len(open_probe_set(tmp_path / "one", "train")) == 12
 
 
 # ------------------------------------------------------------------------------------------------ has the file ended?

@@ -1,9 +1,12 @@
 """What an import loads, and model configs registered in whichever order open_clip and `models` are imported."""
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from open_clip_zerovl.core.releases import uncollected
 
 
 def output_of(code: str, *arguments: str) -> str:
@@ -50,3 +53,10 @@ def test_configs_are_registered_in_either_order():
 def test_what_needs_no_torch_imports_none(code):
     heavy = "[name for name in ('torch', 'timm', 'transformers', 'open_clip', 'pandas', 'numpy') if name in sys.modules]"
     assert output_of(f"import sys; {code}; print({heavy})") == "[]"
+
+
+def test_garbage_is_collected_again_after_large_imports():
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.unfreeze()
