@@ -147,17 +147,6 @@ def test_log_p_equals_a_hand_computed_3_by_3_case():
                 assert result[1, way, group, query] == len(others)
 
 
-def test_the_probe_finds_a_planted_mark_and_nothing_where_there_is_none():
-    source = [("noto", "fluent", "twemoji", "openmoji")[i % 4] for i in range(400)]
-    plain = unit(400, 32)
-    mark = (
-        0.5 * F.one_hot(torch.arange(400) % 4, 32).double()
-    )  # a shift in four directions, as a red frame would be
-    assert source_probe_guesses(F.normalize(plain + mark, dim=-1), source).mean() > 0.85
-    # The control's standard error is sqrt(.25 * .75 / 400) = 2.2 %; three of them.
-    assert source_probe_guesses(plain, source).mean() == pytest.approx(0.25, abs=0.065)
-
-
 def test_the_probe_is_reproducible_and_keeps_a_concept_on_one_side():
     # Each concept comes in both sources with nearly one embedding: a probe that may see the duplicate learns the wrong source
     # by heart, one that may not is at chance.

@@ -1,7 +1,4 @@
-"""The rows of docs/results/emoji.md from the records alone, by scipy.
-
-python tests/scripts/test_results.py      prints the main ones
-"""
+"""The rows of docs/results/emoji.md from the records alone, by scipy."""
 
 import csv
 import json
@@ -251,8 +248,3 @@ def test_the_table_of_accumulation_is_that_of_its_records():
     assert sentence in " ".join(page.split()) and later["K"] == "8"
     (theirs,) = [row for row in rows if "accum" in row["way"]]
     assert float(theirs["bias"]) < float(theirs["floor"]) and float(theirs["noise"]) > 1
-
-
-if __name__ == "__main__":
-    for _label, *_names in MAIN:
-        print(_names, "{:+.1f} ({:+.1f} to {:+.1f}), {} seeds: {}".format(*student(*_names)))

@@ -1,4 +1,4 @@
-"""scripts/train.sbatch: its own decisions with stubs for SLURM's commands, and a real two-node SLURM on this machine.
+"""scripts/paper/train.sbatch: its own decisions with stubs for SLURM's commands, and a real two-node SLURM on this machine.
 
 The real one is started by hand in a folder of its own: munged, slurmctld and two slurmd, ended with the test.
 """
