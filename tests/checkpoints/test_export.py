@@ -272,13 +272,15 @@ def test_weights_that_an_export_would_not_give_back_are_refused(tmp_path, home):
     cases = [
         ({}, "native-clip has open_clip's own text tower", {"text_model": str(home / "bert")}),
         ({"visual.proj": torch.ones(2, 3)}, "size mismatch for visual.proj", {}),
+        ({"visual.proj": None}, 'Missing key.*"visual.proj"', {}),  # it would be random
         (nan, "'text_projection' of native-clip holds NaN or infinite numbers", {}),
         ({"logit_scale": torch.tensor(1e6)}, r"'logit_scale' has values up to 1e\+06, too large for", {"precision": "fp16"}),
     ]  # fmt: skip
     run = tmp_path / "run"
     checkpoint = write_run(run, random_model("native-clip"), {"model": "native-clip"})
     for changed, sentence, options in cases:
-        torch.save({"state_dict": weights | changed}, checkpoint)
+        stored = {key: value for key, value in (weights | changed).items() if value is not None}
+        torch.save({"state_dict": stored}, checkpoint)
         with pytest.raises(UserError, match=sentence):
             export_local_dir(checkpoint, tmp_path / "export", **options)
         assert [*tmp_path.iterdir()] == [run]  # nothing is left behind

@@ -249,3 +249,5 @@ def test_draws_are_seeded_and_the_same_for_all_measures():
     assert np.allclose(drawn["shifted"] - drawn["one"], 1)  # a paired difference has no spread here
     assert np.array_equal(drawn["one"], resampled({"one": one}, 300, 5)["one"])
     assert not np.array_equal(drawn["one"], resampled({"one": one}, 300, 6)["one"])
+    uneven = mean_over([(torch.tensor([0, 1, 1]), torch.tensor([1.0, 5.0, 6.0]))], 2)
+    assert uneven.weighted(np.array([[2.0, 0.0], [1.0, 1.0]])).tolist() == [1, 4]

@@ -30,9 +30,9 @@ from open_clip_zerovl.data.names import PER_EPOCH
 from open_clip_zerovl.data.sets import parse_retrieval_data
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.data.splits import Identities, draw_held_out, identity_of
-from open_clip_zerovl.features.embed import FeatureStore, embed, estimated_seconds
+from open_clip_zerovl.features.embed import FeatureStore, embed
 from open_clip_zerovl.features.sources import SourceSamples
-from open_clip_zerovl.report.tables import duration, size_words
+from open_clip_zerovl.report.tables import size_words
 from open_clip_zerovl.sampling.schedule import source_schedule
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def embed_tower(
     Args:
         folder: ROWS.
         flags: precision, batch, workers and part of the work.
-        say: is called with the line about size and time.
+        say: is called with the line about their size.
 
     Raises:
         UserError: a tower that makes no numbers of a sample, data that cannot be read at all, features that cannot be written.
@@ -126,11 +126,8 @@ def embed_tower(
         say(f"{tower.name}: the features of its {total} are in {place}")
         return store
     left = sum(samples.counts[part] for part in missing)
-    seconds = estimated_seconds(frozen, samples, missing, batch_size)
     size = size_words(left * tower.width * dtype.itemsize)
-    say(
-        f"{tower.name}: {left:,} of {total} to encode, about {duration(seconds)}, {size} in {place}"
-    )
+    say(f"{tower.name}: {left:,} of {total} to encode, {size} in {place}")
     embed(
         store,
         frozen,

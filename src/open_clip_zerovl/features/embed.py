@@ -10,7 +10,6 @@ or damaged, the part is to do. A copy of the data thus has its features already,
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +30,7 @@ from open_clip_zerovl.core.files import digest_of, write_atomically
 from open_clip_zerovl.data.images import collate_images
 from open_clip_zerovl.data.sets import IndexedSet
 from open_clip_zerovl.data.workers import read_batches
-from open_clip_zerovl.features.encoder import CPU_PICTURES, FrozenModel
+from open_clip_zerovl.features.encoder import FrozenModel
 
 log = logging.getLogger(__name__)
 
@@ -345,28 +344,6 @@ def _finite(features: Tensor, dtype: torch.dtype, model: FrozenModel) -> Tensor:
         f"the model {model.name} makes NaN or infinite features: its training has diverged; look at its weights, or leave "
         "--amp out"
     )
-
-
-def estimated_seconds(
-    model: FrozenModel, collection: Parts, parts: Sequence[int], batch_size: int
-) -> float:
-    """Estimate the seconds in which one process reads and encodes parts, from the first batch.
-
-    That batch is encoded twice, since the first time warms up; on a CPU as many samples as one forward pass takes.
-    """
-    if model.device.type == "cpu":
-        batch_size = min(batch_size, CPU_PICTURES)
-    seconds, rows = 0.0, 1
-    for _ in range(2):
-        begin = time.perf_counter()
-        batches = Batches(collection, parts[:1], model.picture_transform, lambda _: 1, batch_size)
-        batch = next(iter(batches))
-        if isinstance(batch, UserError):
-            return 0.0  # `embed` raises it
-        if batch.rows:
-            model.features(batch.inputs).cpu()
-        seconds, rows = time.perf_counter() - begin, max(1, len(batch.rows))
-    return seconds * sum(collection.counts[part] for part in parts) / rows
 
 
 def picture_features(
