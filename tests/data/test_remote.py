@@ -116,6 +116,11 @@ def test_a_file_that_does_not_come_is_not_taken_for_none(server, monkeypatch, na
         parse_sources(on_server(server))
 
 
+def test_the_sizes_of_a_url_lie_beside_it_behind_its_token(server):
+    (source,) = parse_sources(f"a={server.url('cc/00000.tar')}?token=a/b")
+    assert source.sizes == (PER_SHARD,) and "/cc/sizes.json?token=a/b" in server.paths
+
+
 @pytest.mark.parametrize("sizes", ["", "@{}/cc/sizes.json"])
 def test_packed_shards_of_a_server_show_one_caption_as_those_on_disk(server, sizes):
     data = on_server(server) + sizes.format(server.folder)

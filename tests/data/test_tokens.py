@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import random
@@ -93,26 +94,19 @@ def tokenizer(tmp_path_factory):
 def test_rates_are_the_papers(tokenizer):
     """20 % of 200,000 distinct words are processed: 50 / 10 / 40 % masked, replaced, deleted; bounds of 5 deviations."""
     augment = WordAugment(tokenizer, 0.2)
-    per_caption, captions = 50, 4000
-    masked = replaced = kept = 0
-    processed = []
-    for seed in range(captions):
-        words = [f"w{index}" for index in range(per_caption)]
-        result = augment(" ".join(words), seed).split()
-        masked += result.count("[MASK]")
-        replaced += sum(word in WORDS or word == "cafe" for word in result)
-        untouched = sum(word in words for word in result)
-        kept += untouched
-        processed.append(per_caption - untouched)
-        assert [word for word in result if word in words] == [
-            word for word in words if word in result
-        ]  # order stays
-    n = per_caption * captions
-    deleted = n - masked - replaced - kept
-    for count, share in ((masked, 0.1), (replaced, 0.02), (deleted, 0.08), (kept, 0.8)):
+    given = [f"w{index}" for index in range(50)]
+    shown = [augment(" ".join(given), seed).split() for seed in range(4000)]
+    left = [[word for word in words if word in given] for words in shown]
+    assert all(words == sorted(words, key=given.index) for words in left)  # order stays
+    assert set(itertools.chain(*shown)) == {*given, "[MASK]", *augment.vocabulary}
+    masked = sum(words.count("[MASK]") for words in shown)
+    kept = sum(map(len, left))
+    replaced = sum(map(len, shown)) - masked - kept
+    n = 200_000
+    for count, share in ((masked, 0.1), (replaced, 0.02), (kept, 0.8)):
         assert abs(count - n * share) < 5 * math.sqrt(n * share * (1 - share)), (count, share)
     # word by word, not a fixed number of each caption
-    assert abs(np.var(processed) / (per_caption * 0.2 * 0.8) - 1) < 0.12
+    assert abs(np.var([len(words) for words in left]) / (50 * 0.2 * 0.8) - 1) < 0.12
     assert set(augment.vocabulary) == {word for word in [*WORDS, "cafe"] if len(word) > 1}
 
 
@@ -135,14 +129,9 @@ def test_the_same_seed_gives_the_same_caption_and_the_process_generator_stays(to
 
 def test_the_mask_becomes_the_mask_token(tokenizer):
     augment = WordAugment(tokenizer, 0.6)
-    inner = tokenizer.tokenizer
-    seen = 0
-    for seed in range(50):
-        text = augment("Cat &amp; Dog of the Moon", seed)
-        ids = tokenizer([text])[0].tolist()
-        assert ids.count(inner.mask_token_id) == text.split().count("[MASK]")
-        seen += ids.count(inner.mask_token_id)
-    assert seen > 20
+    texts = [augment("Cat &amp; Dog of the Moon", seed) for seed in range(50)]
+    masks = (tokenizer(texts) == tokenizer.tokenizer.mask_token_id).sum(dim=1).tolist()
+    assert masks == [text.split().count("[MASK]") for text in texts] and sum(masks) > 20
 
 
 def test_byte_level_vocabularies_work_too(tmp_path):

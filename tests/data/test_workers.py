@@ -103,7 +103,7 @@ def test_workers_of_the_training_go_on_too(handled, tmp_path):
     loader = loader_of(f"s={write_source(tmp_path / 's', 0, 40, 40)}", 2, workers=1)
     for count, _ in enumerate(loader):
         if count == 0:
-            os.kill(loader.mixture.activity[0].get()[0], signal.SIGTERM)
+            os.kill(loader.mixture.activity[0][0], signal.SIGTERM)
     assert count == 19 and not handled
 
 

@@ -9,11 +9,9 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 from urllib.error import HTTPError, URLError
 
 import pytest
@@ -29,7 +27,7 @@ from open_clip_zerovl.shards.fetch import (
 )
 from open_clip_zerovl.shards.files import open_index
 from open_clip_zerovl.shards.urls import asked_wait
-from support.servers import ShardServer
+from support.servers import Handler, Server, ShardServer
 from support.tars import write_source
 
 GIB = 2**30
@@ -371,24 +369,15 @@ class DropsOff:
         pass
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Handler):
     """The hub's answer to a download: a redirect to another host, which has the file. Keeps (path, token) of each request."""
 
-    asked: ClassVar[list[tuple[str, str | None]]] = []
-
     def do_GET(self) -> None:
-        self.asked.append((self.path, self.headers.get("Authorization")))
-        at_the_hub = "/resolve/" in self.path
-        self.send_response(302 if at_the_hub else 200)
-        if at_the_hub:
-            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/stored")
-        self.send_header("Content-Length", "0" if at_the_hub else str(len(CONTENT)))
-        self.end_headers()
-        with suppress(OSError):
-            self.wfile.write(b"" if at_the_hub else CONTENT)
-
-    def log_message(self, *words: object) -> None:
-        pass
+        self.server.asked.append((self.path, self.headers.get("Authorization")))
+        if "/resolve/" in self.path:
+            self.answer(302, b"", {"Location": f"http://localhost:{self.server.port}/stored"})
+        else:
+            self.answer(200, CONTENT)
 
 
 @pytest.mark.parametrize(
@@ -404,17 +393,12 @@ class Hub(BaseHTTPRequestHandler):
 )
 def test_shards_on_the_hugging_face_hub(cache, monkeypatch, url, path):
     """Asked for with the user's token, which goes to the hub alone and not to the host that it redirects to."""
-    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    try:
-        Hub.asked.clear()
+    with Server(Hub) as hub:
+        hub.asked = []
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
         assert read(cache, url) == CONTENT
-    finally:
-        hub.shutdown()
-        hub.server_close()
-    assert Hub.asked == [(path, "Bearer hf_secret"), ("/stored", None)]
+    assert hub.asked == [(path, "Bearer hf_secret"), ("/stored", None)]
 
 
 def test_a_large_file_is_resumed_by_the_next_call(server, tmp_path):

@@ -122,17 +122,11 @@ def test_it_is_built_once_and_again_when_the_tar_changes(shard, monkeypatch):
     assert len(open_index(str(shard))) == 1 and len(built) == 3
 
 
-def test_where_the_folder_is_not_writable_it_goes_into_the_cache(
-    shard, monkeypatch, tmp_path, caplog
-):
+def test_where_the_folder_is_not_writable_it_goes_into_the_cache(shard, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (shard.parent / ".zerovl-index").write_text("in the way, even for root")
     assert len(open_index(str(shard))) == 30
-    (stored,) = (tmp_path / "cache" / "open_clip_zerovl" / "index").iterdir()
-    assert stored.suffix == ".npz"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shard.parent / ".zerovl-index"))
-    shard_files._open.cache_clear()
-    assert len(open_index(str(shard))) == 30 and "could not be stored anywhere" in caplog.text
+    assert len(list((tmp_path / "cache" / "open_clip_zerovl" / "index").iterdir())) == 1
 
 
 def test_a_torn_tar_gives_the_same_samples_by_all_ways(shard):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -53,34 +52,18 @@ def loader_of(
 
 
 def epoch_of(
-    sources: str | tuple[Source, ...],
-    batching: Batching,
-    epoch: int = 0,
-    *,
-    start_step: int = 0,
-    lost: Counter[str] | None = None,
-    **options: Any,
+    sources: str | tuple[Source, ...], batching: Batching, epoch: int = 0, **options: Any
 ) -> list[list[tuple[torch.Tensor, ...]]]:
-    """Load one epoch of all ranks as [rank][micro-batch].
+    """Load one epoch of all ranks as [rank][micro-batch], where a bad sample is an error.
 
     Args:
-        lost: collects "source: reason" of the samples that the ranks have replaced; None refuses bad samples.
         options: of `loader_of`.
     """
     ranks = []
     for rank in range(batching.world_size):
-        policy = "fail" if lost is None else "replace"
-        loader = loader_of(sources, batching, rank=rank, on_bad_sample=policy, **options)
-        loader.set_epoch(epoch, start_step)
+        loader = loader_of(sources, batching, rank=rank, on_bad_sample="fail", **options)
+        loader.set_epoch(epoch)
         ranks.append(list(loader))
-        if lost is not None:
-            lost.update(
-                {
-                    f"{name}: {why}": n
-                    for name, reasons in loader.lost.items()
-                    for why, n in reasons.items()
-                }
-            )
     return ranks
 
 

@@ -65,8 +65,8 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads, block_on_close, allow_reuse_address, request_queue_size = True, False, True, 128
 
-    def __init__(self, handler: type[Handler], port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), handler)
+    def __init__(self, handler: type[Handler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
         self.port = self.server_address[1]
         self.address = f"http://127.0.0.1:{self.port}"
         self.lock, self.stopping = threading.Lock(), threading.Event()
@@ -86,38 +86,39 @@ class Server(ThreadingHTTPServer):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Shards, served with faults; the server can be killed and come back
+# Shards, served with faults; the server can be killed
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class _Shards(Handler):
-    server: _Listener
+    server: ShardServer
 
     def setup(self) -> None:
         super().setup()
         with self.server.lock:
-            self.server.owner.connections.add(self.connection)
+            self.server.connections.add(self.connection)
 
     def finish(self) -> None:
         with self.server.lock:
-            self.server.owner.connections.discard(self.connection)
+            self.server.connections.discard(self.connection)
         with suppress(OSError):
             super().finish()
 
     def do_GET(self) -> None:
-        owner, name = self.server.owner, self.path.partition("?")[0].strip("/")
+        name = self.path.partition("?")[0].strip("/")
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         begin = int(asked[1]) if asked else 0
         with self.server.lock:
-            owner.requests[name].append(begin)
-            owner.paths.append(self.path)
-            fault = owner.faults[name].pop(0) if owner.faults[name] else owner.fault
+            self.server.requests[name].append(begin)
+            self.server.paths.append(self.path)
+            faults = self.server.faults[name]
+            fault = faults.pop(0) if faults else self.server.fault
         with suppress(OSError):
-            self._answer(name, begin if owner.ranges else 0, fault)
+            self._answer(name, begin if self.server.ranges else 0, fault)
 
     def _answer(self, name: str, begin: int, fault: str) -> None:
         kind, _, number = fault.partition(":")
-        path = self.server.owner.folder / name
+        path = self.server.folder / name
         if kind == "open":
             self.unannounced()
             self.wfile.write(path.read_bytes()[: int(number)])
@@ -159,11 +160,7 @@ class _Shards(Handler):
             self.close_connection = kind == "long"
 
 
-class _Listener(Server):
-    owner: ShardServer
-
-
-class ShardServer:
+class ShardServer(Server):
     """Serves the files of a folder.
 
     Attributes:
@@ -178,40 +175,23 @@ class ShardServer:
         ranges: whether range requests are understood.
     """
 
-    def __init__(self, folder: Path, ranges: bool = True) -> None:
-        self.folder, self.ranges = folder, ranges
+    def __init__(self, folder: Path) -> None:
+        super().__init__(_Shards)
+        self.folder, self.ranges, self.fault = folder, True, ""
         self.faults: defaultdict[str, list[str]] = defaultdict(list)
-        self.fault = ""
         self.requests: defaultdict[str, list[int]] = defaultdict(list)
         self.paths: list[str] = []
         self.connections: set[socket.socket] = set()
-        self.port = 0
-        self._listener: _Listener | None = None
-        self.start()
-
-    def start(self) -> None:
-        """Listen on the same port as before."""
-        self._listener = _Listener(_Shards, self.port)
-        self._listener.owner, self.port = self, self._listener.port
-        self._listener.__enter__()
 
     def kill(self) -> None:
         """Stop listening and break all connections."""
-        if self._listener is not None:
-            self._listener.__exit__()
-            self._listener = None
+        self.__exit__()
         for connection in set(self.connections):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
     def url(self, name: str = "") -> str:
-        return f"http://127.0.0.1:{self.port}/{name}"
+        return f"{self.address}/{name}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

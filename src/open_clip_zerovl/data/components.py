@@ -122,16 +122,13 @@ def expand_shards(pattern: str) -> tuple[str, ...]:
     """List the shards of a folder, or of a pattern with braces or *.
 
     Raises:
-        UserError: a folder without shards, a pattern of no files, or braces that do not match.
+        UserError: a folder without shards, or a pattern of no files.
+        ValueError: braces that do not match.
     """
     if REMOTE.match(pattern) or not os.path.isdir(pattern):
-        try:
-            names = list(braceexpand.braceexpand(pattern))
-        except ValueError as error:  # its UnbalancedBracesError
-            raise UserError(
-                f"the braces of {pattern!r} do not match; write {{00000..00099}}"
-            ) from error
-        return tuple(shard for name in names for shard in _matching(name))
+        return tuple(
+            shard for name in braceexpand.braceexpand(pattern) for shard in _matching(name)
+        )
     # A shard that sizes.json lists and that is missing belongs to the source too: it counts as lost.
     listed = {
         name for name in read_sizes(pattern) or () if name.endswith(".tar") and "/" not in name

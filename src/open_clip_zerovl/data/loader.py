@@ -247,10 +247,10 @@ class MixtureLoader:
             raise UserError(
                 f"epoch {epoch} has {self.num_batches} steps and cannot begin at step {start_step}"
             )
-        self.mixture.start.set(epoch, start_step)
+        self.mixture.start[:] = epoch, start_step
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        epoch, step = self.mixture.start.get()
+        epoch, step = self.mixture.start
         micro_batches = (self.num_batches - step) * self.mixture.batching.dga_steps
         self.stats.open_epoch(self.mixture.schedule(epoch).taken.tolist())
         seen = 0
@@ -328,7 +328,7 @@ class MixtureLoader:
             # While a checkpoint is written, torch's writer ends with an error of its own on top of this one.
             before = error.__context__
             return self.explain(before, delivered) if isinstance(before, RuntimeError) else None
-        processes = [activity.get()[0] for activity in self.mixture.activity]
+        processes = [process for process, *_ in self.mixture.activity]
         lost = [
             worker
             for worker, process in enumerate(processes)
@@ -346,7 +346,7 @@ class MixtureLoader:
 
     def _activity(self, worker: int) -> str:
         """Name the shard that a worker reads, as the end of a sentence."""
-        _, source, shard = self.mixture.activity[worker].get()
+        _, source, shard = self.mixture.activity[worker]
         if source < 0:
             return " (it has not opened a shard yet)"
         read = self.mixture.sources[source]

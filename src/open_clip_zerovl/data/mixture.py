@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import RawArray
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ from open_clip_zerovl.data.reader import ShardReader, picture_of
 from open_clip_zerovl.data.sample_stream import BatchReport, SampleStream, Shown, SliceReader
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.data.tokens import fast_tokenizer
-from open_clip_zerovl.data.workers import BufferPool, PooledBatch, SharedNumbers
+from open_clip_zerovl.data.workers import BufferPool, PooledBatch
 from open_clip_zerovl.sampling.assignment import Assignment, LocalOrder
 from open_clip_zerovl.sampling.schedule import (
     Batching,
@@ -120,10 +121,6 @@ class Preprocessing:
     with_content: bool = False
 
 
-def _ignore(_: object) -> None:
-    pass
-
-
 @dataclass
 class _Reader:
     """One reader of this rank in one epoch: the samples that it delivers, and the loader process that runs it.
@@ -144,7 +141,7 @@ class _Reader:
     quota: np.ndarray
     done: np.ndarray
     notes: list[str] = field(default_factory=list)
-    ahead: Callable[[str | None], None] = _ignore
+    ahead: Callable[[str | None], None] = lambda _: None
 
 
 class Mixture(IterableDataset):
@@ -198,9 +195,10 @@ class Mixture(IterableDataset):
         self.reseed = reseed_torch if isinstance(self.transform, PixelTransform) else reseed
         self.pool: BufferPool | None = None  # set by a loader with worker processes
         self.timeout_seconds = 0.0  # of the loader, which sets it
-        self.start = SharedNumbers(0, 0)  # epoch and step that the next iteration begins with
+        # epoch and step that the next iteration begins with, in memory that the loader's workers share
+        self.start = RawArray("q", 2)
         # process, source, shard
-        self.activity = [SharedNumbers(-1, -1, -1) for _ in range(batching.workers)]
+        self.activity = [RawArray("q", (-1, -1, -1)) for _ in range(batching.workers)]
 
     def schedule(self, epoch: int) -> Schedule:
         """Compute the schedule of an epoch, the same on every rank and worker."""
@@ -217,7 +215,7 @@ class Mixture(IterableDataset):
             )
             return
         try:
-            epoch, step = self.start.get()
+            epoch, step = self.start
             yield from self._micro_batches(epoch, step, worker)
         except UserError as error:
             yield error
@@ -279,6 +277,10 @@ class Mixture(IterableDataset):
         of_all = self.rank * self.batching.workers + reader.number
         draws = partial(stream, self.seed, Purpose.ORDER, epoch, index, of_all)
         order = LocalOrder(quota, window, draws)
+
+        def opened(shard: int) -> None:
+            self.activity[reader.worker][:] = os.getpid(), index, shard
+
         of_source = ShardReader.of_pairs(
             source,
             policy=RetryPolicy.within(
@@ -288,7 +290,7 @@ class Mixture(IterableDataset):
                 ),
             ),
             cache=self.cache,
-            opens=lambda shard: self.activity[reader.worker].set(os.getpid(), index, shard),
+            opens=opened,
             notes=reader.notes.append,
         )
         reading = SliceReader(

@@ -152,10 +152,6 @@ def draw(
 SHORT, SURPLUS = "short shard", "surplus"  # reasons of a ShardError
 
 
-def _ignore(*_: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class ShardReader:
     """Reads the shards of one source.
@@ -174,8 +170,8 @@ class ShardReader:
     policy: RetryPolicy = field(default_factory=RetryPolicy)
     cache: ShardCache = field(default_factory=ShardCache)
     whole: bool = False
-    opens: Callable[[int], None] = _ignore
-    notes: Callable[[str], None] = _ignore
+    opens: Callable[[int], None] = lambda *_: None
+    notes: Callable[[str], None] = lambda *_: None
 
     @classmethod
     def of_pairs(cls, source: Source, **more: Any) -> ShardReader:

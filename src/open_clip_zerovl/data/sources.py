@@ -195,26 +195,16 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
     """Return the name of a component, given or taken from its folder, and its sources: several for a packed folder."""
     component = kind_of(pattern)
     path = component.path
-    if component.kind in ("table", "annotations"):
-        raise UserError(
-            f"{pattern!r} is not shards: make them with `zerovl data pack {component.path} --out DIR`, as commands do by "
-            "themselves (`prepare.door.as_shards`)"
-        )
     if component.kind == "packed":
         name = name or Path(path).absolute().name
         return name, _open_packed(name, path, how)
     if component.kind == "benchmark":
-        splits = [
-            str(entry) for entry in sorted(Path(path).iterdir()) if (entry / SHARD_COUNT).is_file()
-        ]
-        test = os.path.join(path, "test")
-        trained = [str(entry) for entry in [Path(path, "train")] if any(entry.glob("*.tar"))]
-        if not how.evaluation or test not in splits:
+        test = Path(path, "test")
+        if not how.evaluation or not (test / SHARD_COUNT).is_file():
             raise UserError(
-                f"{path} is a retrieval set, whose shards are in its splits; name the shards to read: "
-                f"{' or '.join(trained or splits) or test}"
+                f"{path} is a retrieval set, whose shards are in its splits; name the shards to read, as {test}"
             )
-        name, path = name or Path(path).absolute().name, test
+        name, path = name or Path(path).absolute().name, str(test)
     shards = expand_shards(path)
     if not how.evaluation:
         require_training(path, shards)

@@ -48,21 +48,6 @@ _WORD = struct.Struct("<IB")
 _MOST_BLOCKS = 256  # of a worker; further batches are sent as a DataLoader sends them
 
 
-class SharedNumbers:
-    """Whole numbers in memory that the training process and its loader workers share."""
-
-    def __init__(self, *values: int) -> None:
-        self._values = multiprocessing.RawArray("q", values)
-
-    def set(self, *values: int) -> None:
-        """Replace the numbers by as many others."""
-        self._values[:] = values
-
-    def get(self) -> tuple[int, ...]:
-        """Return the numbers as they are now."""
-        return tuple(self._values)
-
-
 def worker_start() -> Callable[[int], None]:
     """Make the `worker_init_fn` of a DataLoader whose workers are started now, by this process.
 

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError
 
 from tqdm.auto import tqdm
@@ -66,10 +65,6 @@ class Unreachable(ShardError):
         self.passing = passing
 
 
-def _ignore(_: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class RetryPolicy:
     """Waits and retries of one process for the shards of one source.
@@ -91,12 +86,12 @@ class RetryPolicy:
     longest_wait_seconds: float = 30
     stall_seconds: float = 30
     command_seconds: float = 600
-    retried: Callable[[str], None] = _ignore
+    retried: Callable[[str], None] = lambda _: None
     failed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def within(
-        cls, timeout_seconds: float, retried: Callable[[str], None] = _ignore
+        cls, timeout_seconds: float, retried: Callable[[str], None] = lambda _: None
     ) -> RetryPolicy:
         """Return the policy that gives up before a loader's time-out ends the run (0 for no time-out)."""
         # 8 waits and 9 stalls
@@ -129,7 +124,7 @@ class ShardCache:
         self,
         url: str,
         policy: RetryPolicy | None = None,
-        notes: Callable[[str], None] = _ignore,
+        notes: Callable[[str], None] = lambda _: None,
         *,
         check: Callable[[Path], bool] | None = None,
     ) -> Iterator[str]:
@@ -282,7 +277,7 @@ def ahead_of_reading(cache: ShardCache, policy: RetryPolicy) -> Callable[[str | 
     Returns:
         A function that takes the URL of a shard to fetch; with None the thread ends after the shard that it fetches.
     """
-    policy = replace(policy, retries=0, retried=_ignore, failed={})
+    policy = replace(policy, retries=0, retried=lambda _: None, failed={})
     wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def run() -> None:

@@ -29,13 +29,13 @@ import posixpath
 import re
 import tarfile
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS
+from open_clip_zerovl.shards.pictures import IMAGE_EXTENSIONS, PICTURE_WORDS
 from open_clip_zerovl.shards.texts import (
     BadCaption,
     Fault,
@@ -270,42 +270,19 @@ def read_samples(path: str | os.PathLike[str]) -> Iterator[Sample]:
 
 def why_no_pairs(path: str | os.PathLike[str]) -> str:
     """Say why the members of a plain local tar make no pairs of a picture and a caption, "" if they make some."""
-    members: dict[str, set[str]] = {}
+    names: list[str] = []
     try:
         for key, files in locate_samples(path):
-            if _is_pair(files):
+            pictured = not set(IMAGE_EXTENSIONS).isdisjoint(files)
+            if pictured and not {TEXT_EXTENSION, "json"}.isdisjoint(files):
                 return ""
-            members.setdefault(key, set()).update(files)
+            names += [f"{key}.{suffix}" for suffix in files]
     except ShardError as error:
         return f"it cannot be read as a tar to its end ({error})"
-    apart = next((key for key, suffixes in members.items() if _is_pair(suffixes)), None)
-    if apart is not None:
-        return (
-            f"picture and caption of {apart!r} are not next to each other: write the tar in the order of its names, as with "
-            "tar --sort=name"
-        )
-    for key, suffixes in members.items():
-        for suffix in sorted(suffixes):
-            _, dot, ending = suffix.rpartition(".")
-            if dot and ending in WANTED:
-                return (
-                    f"a key ends at the first dot of a file's name, and {key}.{suffix} is {suffix!r} of the sample {key!r}: "
-                    "rename the members, or unpack the tar and pack its folder"
-                )
-    if not members:
-        return "it has no members with a name and an ending"
-    endings = sorted(set().union(*members.values()))
-    pictured = not set(IMAGE_EXTENSIONS).isdisjoint(endings)
-    lacking = "caption (.txt)" if pictured else "picture"
     return (
-        f"no member is a {lacking}, its members are {', '.join(f'.{each}' for each in endings[:8])}"
+        f"a picture ({PICTURE_WORDS}) and its .txt or .json lie together and have one key, the path up to the first dot of the "
+        f"file's name; its members begin with {', '.join(names[:4]) or 'none'} (tar --sort=name puts one name together)"
     )
-
-
-def _is_pair(suffixes: Collection[str]) -> bool:
-    return not {TEXT_EXTENSION, "json"}.isdisjoint(suffixes) and not set(
-        IMAGE_EXTENSIONS
-    ).isdisjoint(suffixes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -220,19 +220,9 @@ def _file_system_of(url: str) -> tuple[Any, str]:
 
 
 def matching_urls(pattern: str) -> list[str]:
-    """Return the URLs of the files that a pattern with * names in a store, in order.
-
-    Raises:
-        UserError: the store cannot be listed.
-    """
+    """Return the URLs of the files that a pattern with * names in a store, in order."""
     file_system, path = _file_system_of(pattern)
-    try:
-        return [file_system.unstrip_protocol(file) for file in sorted(file_system.glob(path))]
-    except Exception as error:  # fsspec's file systems raise errors of any type
-        raise UserError(
-            f"the files of {pattern} cannot be listed ({reason_of(error)[0]}); check the address, or write the names with "
-            "braces, as {00000..00099}"
-        ) from error
+    return [file_system.unstrip_protocol(file) for file in sorted(file_system.glob(path))]
 
 
 def _unpack(path: str) -> Answer:
