@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from open_clip.factory import get_model_config
 from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -49,19 +50,17 @@ from open_clip_zerovl.checkpoints.loading import ModelSpec
 from open_clip_zerovl.checkpoints.transformers_towers import as_native_vit
 from open_clip_zerovl.checkpoints.weights import read_state_dict
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.models.configs import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    LOCAL_DIR,
-    no_code_from_data,
-)
+from open_clip_zerovl.models.configs import LOCAL_DIR, no_code_from_data
 from open_clip_zerovl.models.text_towers import TowerModel
 from scripts.program import program
 
 log = logging.getLogger(__name__)
 
 INITIAL_TEMPERATURE = 0.02
-NORMALIZATIONS = {"imagenet": (IMAGENET_MEAN, IMAGENET_STD), "half": ((0.5,) * 3, (0.5,) * 3)}
+NORMALIZATIONS = {
+    "imagenet": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
+    "half": ((0.5,) * 3, (0.5,) * 3),
+}
 TEMPERATURE_RANGE = (0.001, 0.5)  # to which the released code clamps the temperature
 CONTEXT_LENGTH = 25  # of the released configurations
 TOLERANCE = (

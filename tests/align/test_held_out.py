@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from open_clip_zerovl.align.alignment import run_align
-from open_clip_zerovl.data.splits import as_keys, trained_on, write_trained_on
+from open_clip_zerovl.data.splits import TRAINED_ON, as_keys, trained_on, write_trained_on
 from open_clip_zerovl.finetune.data import DataArguments
 from open_clip_zerovl.finetune.split import hold_out
-from open_clip_zerovl.models.configs import TRAINED_ON
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import PackSettings, Work
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from open_clip.transform import image_transform
 from PIL import Image
 from sklearn.datasets import load_sample_image
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torchvision.transforms import (
     AutoAugment,
     AutoAugmentPolicy,
@@ -41,7 +42,6 @@ from open_clip_zerovl.data.images import (
     split_normalize,
     with_auto_augment,
 )
-from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD
 from open_clip_zerovl.shards.pictures import FORMATS, BadPicture
 from support.tars import encoded, noise_jpeg
 
@@ -349,7 +349,7 @@ def test_the_papers_training_transform():
 def test_the_papers_evaluation_transform_squashes():
     transform = paper_eval_transform(224)
     picture = image(size=(300, 200))
-    expected = Normalize(IMAGENET_MEAN, IMAGENET_STD)(
+    expected = Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)(
         ToTensor()(CenterCrop(224)(Resize((256, 256))(picture)))
     )
     assert torch.equal(transform(picture), expected)
@@ -357,6 +357,10 @@ def test_the_papers_evaluation_transform_squashes():
     assert paper_eval_transform(112).transforms[1].size == (128, 128)
     # Negative control: open_clip's default keeps the aspect ratio.
     stock = image_transform(
-        224, is_train=False, mean=IMAGENET_MEAN, std=IMAGENET_STD, interpolation="bilinear"
+        224,
+        is_train=False,
+        mean=IMAGENET_DEFAULT_MEAN,
+        std=IMAGENET_DEFAULT_STD,
+        interpolation="bilinear",
     )
     assert (stock(picture) - expected).abs().max() > 0.1

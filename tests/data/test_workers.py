@@ -74,19 +74,19 @@ def test_handling_a_batch_is_not_a_wait_and_the_thread_ends(tmp_path, short, cap
     ]
 
 
-class Numbers(ItemSet):
-    """Each item is (its number, the process that has read it); number 7 is bad where asked."""
+class Items(ItemSet):
+    """Yields what it is given, and raises errors among it."""
 
-    def __init__(self, bad: int | None = None) -> None:
-        self.bad = bad
+    def __init__(self, *items: object) -> None:
+        self.items = items
 
     def __len__(self) -> int:
-        return 12
+        return len(self.items)
 
-    def read(self, index: int) -> tuple[int, int]:
-        if index == self.bad:
-            raise UserError("number 7 is bad")
-        return index, os.getpid()
+    def read(self, index: int) -> object:
+        if isinstance(self.items[index], UserError):
+            raise self.items[index]
+        return self.items[index]
 
 
 @pytest.fixture
@@ -110,9 +110,10 @@ def test_workers_of_the_training_go_on_too(handled, tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_item_is_raised_after_the_batches_before_it(workers: int):
     seen, before = [], multiprocessing.active_children()
+    items = Items(*range(7), UserError("number 7 is bad"), *range(8, 12))
     with pytest.raises(UserError, match="number 7 is bad") as raised:
-        for batch in read_batches(Numbers(bad=7), list, batch_size=2, num_workers=workers):
-            seen += [number for number, _ in batch]
+        for batch in read_batches(items, list, batch_size=2, num_workers=workers):
+            seen += batch
     assert seen == list(range(6))
     # The workers have ended, although the traceback is still there.
     assert raised.value.__traceback__ and set(multiprocessing.active_children()) <= set(before)
@@ -169,17 +170,6 @@ class OfAKilledWorker:
         return ended_connection, ()  # called where the batch is taken
 
 
-class Batches(ItemSet):
-    def __init__(self, item: object) -> None:
-        self.item = item
-
-    def read(self, index: int) -> object:
-        return self.item
-
-    def __len__(self) -> int:
-        return 2
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("item", [Untransferable(), OfAKilledWorker()])
 def test_a_batch_that_cannot_be_handed_over_ends_the_reading(item):
@@ -188,7 +178,7 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_reading(item):
         UserError,
         match=r"a loader worker was lost .*; if memory or /dev/shm is full, lower --workers",
     ):
-        list(read_batches(Batches(item), list, num_workers=1))
+        list(read_batches(Items(item, item), list, num_workers=1))
 
 
 LIKE = torch.empty(

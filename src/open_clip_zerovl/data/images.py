@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from open_clip.transform import MaybeConvertMode
 from PIL import Image
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch.nn.functional import interpolate
 from torchvision.transforms import (
@@ -56,7 +57,6 @@ from torchvision.transforms.autoaugment import _apply_op
 from torchvision.transforms.functional import _compute_resized_output_size
 
 from open_clip_zerovl.core.errors import UserError
-from open_clip_zerovl.models.configs import IMAGENET_MEAN, IMAGENET_STD
 from open_clip_zerovl.shards.pictures import (
     BadPicture,
     as_shown,
@@ -294,8 +294,8 @@ def with_auto_augment(transform: Compose, policy: str = "imagenet") -> Compose:
 
 def image_transform_train(
     size_px: int,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
+    mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
+    std: Sequence[float] = IMAGENET_DEFAULT_STD,
     *,
     area: tuple[float, float] = (0.6, 1.0),
     auto_augment: str | None = None,
@@ -315,7 +315,9 @@ def image_transform_train(
 
 
 def paper_eval_transform(
-    size_px: int, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
+    size_px: int,
+    mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
+    std: Sequence[float] = IMAGENET_DEFAULT_STD,
 ) -> Compose:
     """Make the paper's evaluation transform: squash to 256 x 256, crop the middle 224 x 224 (both scaled to `size_px`).
 

@@ -43,6 +43,7 @@ from open_clip_zerovl.shards.tar import (
 )
 from open_clip_zerovl.shards.urls import local_path
 
+TRAINED_ON = "trained_on.npy"  # in a model's folder: the pictures on which it was trained
 LOOKED_AT_SAMPLES = 100  # of a shard, for splits in their json
 SPLITS = ("train", "val", "test")  # of a packed source, a folder each
 _WORDS = {
@@ -289,8 +290,6 @@ def write_trained_on(folder: Path, identities: Identities, before: Identities | 
     Raises:
         UserError: the folder cannot be written.
     """
-    from open_clip_zerovl.models.configs import TRAINED_ON
-
     write_atomically(folder / TRAINED_ON, list_of_trained(identities, before))
 
 
@@ -313,10 +312,8 @@ def trained_on(models: Iterable[str | Path]) -> Identities | None:
 
 
 def _lists_of(models: Iterable[str | Path]) -> Iterator[Identities]:
-    from open_clip_zerovl.models.configs import LOCAL_DIR, TRAINED_ON
-
     for model in models:
-        file = Path(str(model).removeprefix(LOCAL_DIR)).expanduser() / TRAINED_ON
+        file = Path(str(model).removeprefix("local-dir:")).expanduser() / TRAINED_ON
         try:
             yield np.load(file, allow_pickle=False).astype(np.int64)
         except (FileNotFoundError, NotADirectoryError):

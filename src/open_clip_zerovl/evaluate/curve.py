@@ -39,12 +39,11 @@ from open_clip_zerovl.checkpoints.loading import (
 )
 from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.data.sets import IndexedSet
-from open_clip_zerovl.data.splits import Identities, list_of_trained, trained_on
+from open_clip_zerovl.data.splits import TRAINED_ON, Identities, list_of_trained, trained_on
 from open_clip_zerovl.evaluate.metrics import DIRECTIONS, RECALL_KS
 from open_clip_zerovl.evaluate.retrieval import Loaded, score_set
 from open_clip_zerovl.evaluate.settings import CurveFlags, RetrievalSettings
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet, score_loaded
-from open_clip_zerovl.models.configs import TRAINED_ON
 from open_clip_zerovl.report.pages import (
     FAINT,
     SOURCE_COLOURS,

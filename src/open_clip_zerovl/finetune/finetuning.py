@@ -47,7 +47,7 @@ from open_clip_zerovl.core.processes import (
     usable_cores,
 )
 from open_clip_zerovl.data.sets import parse_retrieval_data
-from open_clip_zerovl.data.splits import list_of_trained, trained_on
+from open_clip_zerovl.data.splits import TRAINED_ON, list_of_trained, trained_on
 from open_clip_zerovl.data.tokens import WordAugment
 from open_clip_zerovl.evaluate.curve import require_possible
 from open_clip_zerovl.features.sources import cut_captions
@@ -67,7 +67,7 @@ from open_clip_zerovl.finetune.split import (
     hold_out,
     with_old_pairs,
 )
-from open_clip_zerovl.models.configs import CONFIG_FILE, LOCAL_DIR, TRAINED_ON
+from open_clip_zerovl.models.configs import CONFIG_FILE, LOCAL_DIR
 from open_clip_zerovl.recipe.flags import Settings, as_arguments
 from open_clip_zerovl.report.run import epoch_checkpoints
 

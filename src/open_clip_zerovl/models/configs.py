@@ -38,10 +38,6 @@ ClipModel = Any
 CONFIG_FOLDER = Path(__file__).parent / "model_configs"
 DEFAULT_CONTEXT_LENGTH = 77  # open_clip's, where a config names none
 
-# The 14M recipe's normalisation (released code), for open_clip's --image-mean and --image-std; 100M uses 0.5 for both.
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
 TEXT_WEIGHTS = (
     "model.safetensors",
     "pytorch_model.bin",
@@ -109,7 +105,6 @@ def register_model_file(path: str | os.PathLike[str], *, rename: bool = False) -
 
 CONFIG_FILE = "open_clip_config.json"
 LOCAL_DIR = "local-dir:"
-TRAINED_ON = "trained_on.npy"  # the pictures on which the model was trained (`data.splits`)
 TOWER_FILE = "config.json"  # of a Hugging Face text tower
 TOKENIZER_FILES = (
     "tokenizer.json",
