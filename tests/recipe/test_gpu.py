@@ -1,5 +1,5 @@
-"""A step on a GPU: replacements of what waits or copies compute the same values; torch.compile by blocks, with a bound on its
-graphs, and settings that hold within the step alone.
+"""A step on a GPU: replacements of what waits or copies compute the same values; torch.compile by blocks, and settings that
+hold within the step alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from open_clip_zerovl.recipe.gpu import (
     compile_blocks,
     without_gpu_syncs,
 )
-from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep
 from support.dga_reference import CONTEXT, batches, bert_clip, error, gradients, one_graph
@@ -113,67 +112,16 @@ def test_timms_attention_with_a_mask_is_timms_own():
 
 # --- torch.compile --------------------------------------------------------------------------------------------------
 
-STEPS = 8
 
-
-def recipe_step(model, backend, *, blocks, sort_text=False, mixup=None, **options):
-    """A step of the recipe on a model that is compiled as a whole, or block by block."""
-    if blocks:
-        compile_blocks(model)
-        for module in model.modules():  # compiled for this backend instead of inductor
-            if module._compiled_call_impl is not None:
-                module.compile(backend=backend)
+def compiled_step(model, backend):
+    """A step of the recipe on a compiled model."""
     return RecipeStep(
-        model if blocks else torch.compile(model, backend=backend),
+        torch.compile(model, backend=backend),
         ContrastiveLoss(),
         torch.optim.AdamW(parameter_groups(model, 1e-3), lr=1e-4),
         precision="amp_bf16",
-        mixup=mixup,
-        sort_text=sort_text,
         check="always",
-        **options,
     )
-
-
-def padded(seed, sizes=(4, 4, 4)):
-    """Micro-batches whose texts have 2 to 12 tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    micro_batches = batches(sizes, torch.float32, seed=seed)
-    for _, texts in micro_batches:
-        lengths = torch.randint(2, texts.shape[1] + 1, (len(texts), 1), generator=generator)
-        texts[torch.arange(texts.shape[1]) >= lengths] = 0
-    return micro_batches
-
-
-# The forms of a graph: texts mixed or not; one length or any number of tokens; evaluation. Both passes have the same.
-@pytest.mark.parametrize(
-    ("blocks", "sort_text", "most"),
-    [
-        (True, True, 6),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((False, False, 4), (False, True, 5), (True, False, 5))
-        ),
-    ],
-)
-def test_graphs_of_a_compiled_recipe_are_bounded(blocks, sort_text, most):
-    torch._dynamo.reset()
-    model, mixup, graphs = bert_clip(torch.float32), CoinFlipMixup(0.5, seed=0), CompileCounter()
-    mixup.attach(model)
-    step = recipe_step(model, graphs, blocks=blocks, sort_text=sort_text, mixup=mixup)
-    made = []
-    for number in range(STEPS):
-        step.take(padded(number), number)
-        if number in (2, 4):  # an evaluation, with a smaller last batch
-            model.eval()
-            with torch.no_grad():
-                for size in (16, 5):
-                    step.model(*batches([size], torch.float32)[0])
-            model.train()
-        made.append(graphs.frame_count)
-    if not hasattr(torch._dynamo.config, "recompile_limit"):  # before torch 2.7: 9 to 18 graphs
-        most = gpu.RECOMPILE_LIMIT // 2
-    assert made[-1] == made[STEPS - 3] and made[-1] <= most < gpu.RECOMPILE_LIMIT
 
 
 def test_a_step_has_room_for_its_graphs_and_ends_beyond(monkeypatch):
@@ -183,7 +131,7 @@ def test_a_step_has_room_for_its_graphs_and_ends_beyond(monkeypatch):
         for limit in (gpu.RECOMPILE_LIMIT, 1):
             monkeypatch.setattr(gpu, "RECOMPILE_LIMIT", limit)
             torch._dynamo.reset()
-            step = recipe_step(bert_clip(torch.float32), CompileCounter(), blocks=False)
+            step = compiled_step(bert_clip(torch.float32), CompileCounter())
             if limit > 1:
                 step.take(micro_batches, 0)
                 continue
@@ -205,7 +153,7 @@ def test_cudnns_attention_is_off_in_a_step_of_sorted_texts(sort_text):
         sort_text=sort_text,
     )
     seen.clear()
-    step.take(padded(0), 0)
+    step.take(batches([4, 4, 4], torch.float32), 0)
     assert seen == [not sort_text] * 5 and torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -220,9 +168,7 @@ def test_masks_do_not_depend_on_a_kernels_form_in_a_compiled_step():
         return module.forward
 
     torch._dynamo.reset()
-    recipe_step(bert_clip(torch.float32), backend, blocks=False).take(
-        batches([4, 4], torch.float32), 0
-    )
+    compiled_step(bert_clip(torch.float32), backend).take(batches([4, 4], torch.float32), 0)
     assert seen == [True] and not torch._inductor.config.align_random_eager
 
 

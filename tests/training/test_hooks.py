@@ -45,31 +45,16 @@ def test_a_release_whose_main_was_not_read_is_refused(version):
         hooks.check_host(main_with(V3), version)
 
 
-@pytest.mark.parametrize(
-    ("version", "told"),
-    [
-        ("3.3.0", None),
-        ("4.2.0.dev0", None),
-        *(
-            (version, "Not tested with")
-            for version in ("3.3.9", "4.2.0", "4.2.1", "4.3.0", "4.0.2")
-        ),
-    ],
-)
-def test_a_version_that_was_not_tested_is_taken_with_a_warning(monkeypatch, caplog, version, told):
+@pytest.mark.parametrize("version", ["3.3.0", "4.2.0.dev0", "3.3.9", "4.2.0", "4.2.1", "4.0.2"])
+def test_a_version_that_was_not_tested_is_taken_with_a_warning(monkeypatch, caplog, version):
     """The names of main are looked at all the same; other changes stay unknown."""
     monkeypatch.setattr(open_clip, "__version__", version)
     monkeypatch.setattr(run, "check_host", lambda: hooks.LINES[line_of(version)])
     args, config = parse(["--dataset-type", "synthetic", "--device", "foo"])
     with pytest.raises(RuntimeError, match="device string: foo"):  # after the warning
         run.train(args, config)
-    said = [record.message for record in caplog.records if "ested with" in record.message]
-    assert (told is None and not said) or (
-        len(said) == 1
-        and f"{told} open_clip_torch {version}: tested with 3.3.0 and main of 27 June 2026"
-        in said[0]
-        and "docs/open_clip.md" in said[0]
-    )
+    told = f"Not tested with open_clip_torch {version}: tested with 3.3.0 and main" in caplog.text
+    assert told == (version not in ("3.3.0", "4.2.0.dev0"))
 
 
 @pytest.mark.parametrize(("line", "version"), [(V3, "3.3.0"), (V4, "4.2.0.dev0")])

@@ -160,7 +160,7 @@ class SplitAttention(Attention):
 # torch.compile
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Graphs of one function. The blocks of all towers of a kind share theirs (tests/recipe/test_gpu.py bounds them).
+# Graphs of one function. The blocks of all towers of a kind share theirs.
 RECOMPILE_LIMIT = 64
 _LISTS = (nn.ModuleList, nn.Sequential)
 
