@@ -24,7 +24,7 @@ from webdataset import autodecode
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.core.flags import conflicts
-from open_clip_zerovl.data.images import normalize, paper_transform_of, split_normalize
+from open_clip_zerovl.data.images import normalize, split_normalize
 from open_clip_zerovl.data.loader import MixtureLoader
 from open_clip_zerovl.data.mixture import Mixture, Preprocessing, schedule_of
 from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_retrieval_data
@@ -154,20 +154,6 @@ class TrainData:
 
 
 @dataclass(frozen=True)
-class EvaluationSets:
-    """Retrieval or labelled sets by name, and how they are read.
-
-    Attributes:
-        transform: of pictures.
-        captions_per_image: how many captions of an image of a retrieval set count, the first ones; None for all.
-    """
-
-    sets: Mapping[str, Any]
-    transform: Callable[..., Any]
-    captions_per_image: int | None = None
-
-
-@dataclass(frozen=True)
 class TrainingInputs:
     """The data that the command line names, opened and checked before open_clip's main makes a run folder."""
 
@@ -263,25 +249,23 @@ def get_data(
     inputs: TrainingInputs,
     stock: Callable[[argparse.Namespace], dict],
     args: argparse.Namespace,
-    preprocess_fns,
-    tokenizer,
-    model: Any,
+    transform: Callable[..., Any],
+    tokenizer: Any,
 ) -> dict:
-    """Open open_clip's data with our training data and retrieval sets.
+    """Open open_clip's data with our training data, and a key for `evaluate` where there are sets of ours.
 
     Args:
         stock: open_clip's own function for these arguments.
-        model: the run's, whose size the paper's evaluation transform takes.
+        transform: of training pictures.
 
     Raises:
         UserError: an epoch of zero optimizer steps (open_clip would train nothing, save a checkpoint and exit 0).
     """
-    transform_train, transform_eval = preprocess_fns
     if config.sampling is None:
         data = stock(args)
     else:
         data = stock(argparse.Namespace(**{**vars(args), "train_data": None}))
-        data["train"] = _mixture_data(config, inputs, args, transform_train, tokenizer)
+        data["train"] = _mixture_data(config, inputs, args, transform, tokenizer)
     if "train" in data:
         loader = data["train"].dataloader
         micro_batches = loader.num_batches
@@ -295,20 +279,8 @@ def get_data(
                 "them, or give more --train-data"
             )
         _check_warmup(config, args, loader.num_batches // args.accum_freq * args.epochs)
-    if inputs.retrieval:
-        captions = config.retrieval_captions
-        data["retrieval"] = EvaluationSets(
-            inputs.retrieval,
-            paper_transform_of(model.visual)
-            if config.retrieval_transform == "paper"
-            else transform_eval,
-            captions if isinstance(captions, int) else None,
-        )
-    if inputs.labelled:
-        data["zero-shot"] = EvaluationSets(inputs.labelled, transform_eval)
-    for kind in ("retrieval", "zero-shot"):
-        if kind in data:
-            data.setdefault(PLACEHOLDER_KEY, data[kind])
+    if inputs.retrieval or inputs.labelled:
+        data.setdefault(PLACEHOLDER_KEY, None)
     return data
 
 

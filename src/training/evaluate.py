@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from open_clip import get_input_dtype
 from open_clip_train.distributed import is_master
 from open_clip_train.precision import get_autocast
 
-from open_clip_zerovl.data.sets import retrieval_batches
+from open_clip_zerovl.data.images import paper_transform_of
+from open_clip_zerovl.data.sets import IndexedSet, retrieval_batches
 from open_clip_zerovl.evaluate.metrics import in_percent, recall_bounds, recalls, retrieval_ranks
 from open_clip_zerovl.evaluate.retrieval import encode_retrieval, evaluating
 from open_clip_zerovl.evaluate.zero_shot import score_labelled
 from open_clip_zerovl.features.encoder import FrozenModel
 from open_clip_zerovl.recipe.flags import RecipeConfig
-from training.data import EvaluationSets
+from training.data import TrainingInputs
 from training.log import RunLog, report
 
 
@@ -29,8 +30,10 @@ def evaluate(
     config: RecipeConfig,
     args: argparse.Namespace,
     log: RunLog,
+    inputs: TrainingInputs,
+    transform: Callable[..., Any],
     stock: Callable[[dict], dict[str, Any]],
-    model: torch.nn.Module,
+    model: Any,
     data: dict,
     epoch: int,
     tb_writer=None,
@@ -45,15 +48,14 @@ def evaluate(
 
     Args:
         log: gets the metrics.
+        inputs: hold our sets.
+        transform: of their pictures.
         stock: open_clip's own evaluation of its data.
         model: without DistributedDataParallel.
     """
-    stock_data = {
-        key: value for key, value in data.items() if not isinstance(value, EvaluationSets)
-    }
-    metrics = stock(stock_data)
+    metrics = stock({key: value for key, value in data.items() if value is not None})
     due = epoch % config.retrieval_frequency == 0 or epoch == args.epochs
-    if not {"retrieval", "zero-shot"} & data.keys() or not due or not is_master(args):
+    if not (inputs.retrieval or inputs.labelled) or not due or not is_master(args):
         return metrics
     device = torch.device(args.device)
     towers = {
@@ -62,9 +64,12 @@ def evaluate(
         "input_dtype": get_input_dtype(args.precision),
     }
     ours: dict[str, Any] = {"epoch": epoch}
-    for kind, scores_of in (("retrieval", _retrieval), ("zero-shot", _zero_shot)):
-        if kind in data:
-            ours |= scores_of(data[kind], args, log, model, tokenizer, epoch, towers)
+    if inputs.retrieval:
+        ours |= _retrieval(
+            config, inputs.retrieval, transform, args, log, model, tokenizer, epoch, towers
+        )
+    if inputs.labelled:
+        ours |= _zero_shot(inputs.labelled, transform, args, log, model, tokenizer, epoch, towers)
     if args.save_logs:
         with open(Path(args.checkpoint_path, "results.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps(ours) + "\n")
@@ -76,7 +81,9 @@ def evaluate(
 
 
 def _retrieval(
-    data: EvaluationSets,
+    config: RecipeConfig,
+    sets: Mapping[str, IndexedSet],
+    transform: Callable[..., Any],
     args: argparse.Namespace,
     log: RunLog,
     model: Any,
@@ -87,18 +94,21 @@ def _retrieval(
     """Compute metrics of each retrieval set, recorded."""
     scores: dict[str, float] = {}
     recorded: dict[str, dict[str, float]] = {}
-    for name, dataset in data.sets.items():
+    first = None if config.retrieval_captions == "all" else int(config.retrieval_captions)
+    if config.retrieval_transform == "paper":
+        transform = paper_transform_of(model.visual)
+    for name, dataset in sets.items():
         logging.info(f"Evaluating on the {len(dataset):,} pictures of {name}")
         batches = retrieval_batches(
             dataset,
-            data.transform,
-            captions_per_image=data.captions_per_image,
+            transform,
+            captions_per_image=first,
             batch_size=args.batch_size,
             num_workers=args.workers,
         )
         features = encode_retrieval(model, batches, tokenizer, **towers)
         metrics = recalls(retrieval_ranks(*features))
-        captions = dataset.captions(data.captions_per_image)
+        captions = dataset.captions(first)
         texts = [text for image_captions in captions for text in image_captions]
         recorded[name] = {**metrics, **recall_bounds(texts, features[2])}
         scores |= {f"{name}_{key}": value for key, value in metrics.items()}
@@ -109,7 +119,8 @@ def _retrieval(
 
 
 def _zero_shot(
-    data: EvaluationSets,
+    sets: Mapping[str, Any],
+    transform: Callable[..., Any],
     args: argparse.Namespace,
     log: RunLog,
     model: Any,
@@ -119,13 +130,13 @@ def _zero_shot(
 ) -> dict[str, float]:
     """Compute accuracies of each labelled set, recorded."""
     frozen = FrozenModel.of(
-        "training", (model, data.transform, tokenizer, towers["device"]), context=towers["autocast"],
+        "training", (model, transform, tokenizer, towers["device"]), context=towers["autocast"],
         input_dtype=towers["input_dtype"], fingerprints={"image": f"epoch {epoch}"},
     )  # fmt: skip
     scores: dict[str, float] = {}
     recorded: dict[str, dict[str, float]] = {}
     with evaluating(model), tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as folder:
-        for name, dataset in data.sets.items():
+        for name, dataset in sets.items():
             logging.info(f"Zero-shot classification of {len(dataset.images):,} pictures of {name}")
             accuracies = score_labelled(
                 frozen,

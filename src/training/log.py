@@ -4,7 +4,7 @@ A logged step is one line of open_clip's log, with waiting time, memory and ETA,
 wandb get the same numbers under open_clip's names.
 
 The log file has everything. With flags of the recipe standard error has a short form: the run's own lines, open_clip's lines of
-steps and evaluations, and all warnings. `--verbose` shows everything.
+steps and evaluations, and all warnings. `--debug` shows everything.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from open_clip_train.train import AverageMeter
 
 import open_clip_zerovl
 from open_clip_zerovl.core.errors import UserError, first_line
+from open_clip_zerovl.core.processes import usable_cores
 from open_clip_zerovl.data.sources import Source
 from open_clip_zerovl.losses.contrastive import Report
 from open_clip_zerovl.recipe.flags import AllFlags
@@ -85,20 +86,6 @@ def _is_shown(record: logging.LogRecord, rank: int) -> bool:
     if record.levelno >= logging.WARNING:
         return ours or rank == 0
     return ours or record.pathname.endswith(_TRAINING_AND_EVALUATION)
-
-
-def close_logs_in(folder: Path) -> None:
-    """Close the log files in a folder that is removed.
-
-    A later run in this process would write to them again.
-    """
-    for handler in list(logging.root.handlers):
-        if (
-            isinstance(handler, logging.FileHandler)
-            and folder.absolute() in Path(handler.baseFilename).parents
-        ):
-            logging.root.removeHandler(handler)
-            handler.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,35 +271,6 @@ JUDGED_FROM_STEP = 100  # of the run; a loss is that of chance when training beg
 LIMITING_SHARE = 0.1  # smallest share of an epoch's time spent waiting for data that is logged
 
 
-def loader_sentence(waited: float, total: float, samples: int, workers: int) -> str | None:
-    """Warn in a sentence if the loader limits a rank.
-
-    Args:
-        waited: seconds of `total` in which the rank waited for its loader. On a GPU computation may have gone on meanwhile, so
-            this is an upper bound.
-        samples: that the rank trained on in `total`.
-        workers: its loader processes; 0 reads in the training process, which always waits.
-
-    Returns:
-        None if it does not.
-    """
-    computed = total - waited
-    if total <= 0 or computed <= 0 or waited < LIMITING_SHARE * total:
-        return None
-    delivered, taken = samples / total, samples / computed
-    if workers == 0:
-        return (
-            f"{waited / total:.0%} of the time waited for data, which this process reads itself "
-            f"({samples / waited:,.0f} samples/s); give --workers"
-        )
-    needed = math.ceil(workers * total / computed)
-    deliver = f"{workers} workers deliver" if workers > 1 else "1 worker delivers"
-    return (
-        f"{waited / total:.0%} of the time waited for data: {deliver} "
-        f"{delivered:,.0f} samples/s, a rank takes {taken:,.0f}; {needed} workers would be enough, or smaller images"
-    )
-
-
 class BySource:
     """The mean loss of each source's pairs since the last `take`.
 
@@ -388,14 +346,13 @@ class StepLog:
         self.end = time.time()
         # without the first step, which waits for the workers' start
         self.waited = 0.0
-        self.counted_from = self.end
-        self.counted_steps = -1
+        self.counted_from: float | None = None
 
     def data_ready(self) -> None:
         """Call when all micro-batches of the step have come from the loader."""
         wait = time.time() - self.end
         self.data_time.update(wait)
-        if self.counted_steps >= 0:
+        if self.counted_from is not None:
             self.waited += wait
 
     def step_done(self, index: int, step: int, outputs: dict[str, Any], lr: float) -> None:
@@ -408,8 +365,7 @@ class StepLog:
         """
         self.batch_time.update(time.time() - self.end)
         self.end = time.time()
-        self.counted_steps += 1
-        if self.counted_steps == 0:
+        if self.counted_from is None:
             self.counted_from = self.end
         loss = outputs["loss"]
         finite = loss.detach().isfinite() if isinstance(loss, torch.Tensor) else math.isfinite(loss)
@@ -501,12 +457,14 @@ class StepLog:
                 "tell which caption belongs to which picture; look at the learning rate (--lr, --warmup), at captions and "
                 "pictures, and at the starting weights."
             )
-        samples = self.counted_steps * self.batching.rank_batch
-        sentence = loader_sentence(
-            self.waited, self.end - self.counted_from, samples, self.args.workers
-        )
-        if sentence is not None and self.run_log.first("loader"):
-            logging.info(f"Epoch {self.epoch}: {sentence}.")
+        assert self.counted_from is not None  # a step is done
+        limited = self.waited >= LIMITING_SHARE * max(self.end - self.counted_from, 1e-9)
+        if limited and self.run_log.first("loader"):
+            share = self.waited / (self.end - self.counted_from)
+            logging.info(
+                f"Epoch {self.epoch}: {share:.0%} of the time waited for data, with {self.args.workers} workers on "
+                f"{usable_cores()} cores; more of either, or smaller pictures, make it faster."
+            )
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -38,7 +38,7 @@ from open_clip_zerovl.recipe.mixup import CoinFlipMixup
 from open_clip_zerovl.recipe.towers import lora_entry
 from training import checkpointing, data, model, stopping
 from training.hooks import HostLine, check_host, replaced
-from training.log import RunLog, close_logs_in, early_handler, shorten
+from training.log import RunLog, early_handler, shorten
 from training.params import require_new_name
 from training.train import Planned, Trainer, create_loss, require_finite
 
@@ -107,6 +107,7 @@ class TrainingRun:
         self.optimizer: torch.optim.Optimizer | None = None
         self.mixup: CoinFlipMixup | None = None
         self.batches: Any = None
+        self.transform: Any = None  # of pictures that are evaluated
         self.resumed: checkpointing.Position | None = None
         self.teacher: torch.nn.Module | None = None  # of --distill-model
         self.trainer: Trainer | None = None
@@ -180,7 +181,6 @@ class TrainingRun:
                 self.log.end("failed", first_line(error))
                 self._keep_traceback(error)
             if self.config.plan or (self.fresh and not self.trained):
-                close_logs_in(self.folder)
                 shutil.rmtree(self.folder, ignore_errors=True)
             if self.config.plan:
                 with suppress(OSError):  # another run without a trace is in it
@@ -289,7 +289,7 @@ class TrainingRun:
             self._handlers.enter_context(self.preemption)
         else:
             stopping.end_by_signals()
-        if self.config.active and not (self.config.verbose or self.args.debug):
+        if self.config.active and not self.args.debug:
             shorten(self.args.rank)
         if self.args.rank == 0:
             logging.info(f"Building {self.args.model}")
@@ -358,9 +358,8 @@ class TrainingRun:
 
         `stock(args)` is open_clip's own. Its training data yields batches for the loop of `train_epoch`.
         """
-        opened = data.get_data(
-            self.config, self.inputs, stock, args, transforms, tokenizer, self.model
-        )
+        transform, self.transform = transforms
+        opened = data.get_data(self.config, self.inputs, stock, args, transform, tokenizer)
         self.batches = opened["train"].dataloader if "train" in opened else None
         return opened
 
@@ -451,8 +450,8 @@ class TrainingRun:
         from training.evaluate import evaluate as evaluate_epoch  # its rooms serve no other run
 
         return evaluate_epoch(
-            self.config, self.args, self.log, stock, model, data, epoch, tb_writer, tokenizer
-        )
+            self.config, self.args, self.log, self.inputs, self.transform, stock, model, data, epoch, tb_writer, tokenizer
+        )  # fmt: skip
 
     def checkpoint_entry(self) -> dict[str, Any]:
         """Make the entries added to open_clip's epoch checkpoint: the model's config, and the position, for an exact resume."""

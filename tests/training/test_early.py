@@ -180,7 +180,5 @@ def test_a_warmup_longer_than_the_run_gives_a_warning(sources, monkeypatch, capl
     args, config = parse(["--train-data", sources, "--epochs", "3", "--lr", "1e-3", *given])
     args.world_size = args.rank = 0
     args.local_rank = 0
-    training_data.get_data(
-        config, training_data.TrainingInputs(), lambda _: {}, args, (None, None), None, None
-    )
+    training_data.get_data(config, training_data.TrainingInputs(), lambda _: {}, args, None, None)
     assert ("is longer than the run's 30 steps: the learning rate ends at" in caplog.text) == told

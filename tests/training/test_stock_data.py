@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import pickle
 import re
 from argparse import Namespace
 from contextlib import nullcontext
-from pathlib import Path
 
 import open_clip
 import pytest
@@ -110,12 +108,6 @@ def test_a_run_that_fails_before_its_first_step_leaves_its_name_free(run, data):
     status, said = run("--train-data", "here.csv", "--batch-size", "8", name="first")
     assert status == 2 and "p/1.png: No such file or directory" in said and "Traceback" not in said
     assert not (data / "logs" / "first").exists()
-    logs = [
-        handler.baseFilename
-        for handler in logging.root.handlers
-        if hasattr(handler, "baseFilename")
-    ]
-    assert all(Path(log).exists() for log in logs)  # a run of another name would open it again
     rows = (data / "here.csv").read_text().splitlines()
     (data / "here.csv").write_text(
         "\n".join([rows[0], *(row for row in rows[1:] if "/1.png" not in row)])

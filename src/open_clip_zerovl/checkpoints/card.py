@@ -130,7 +130,7 @@ _ELSEWHERE = frozenset({
     "retrieval_captions", "val_frequency", "zeroshot_frequency", "dataset_type", "csv_separator",
     "csv_img_key", "csv_caption_key", "logs", "log_local", "log_path", "log_level",
     "log_every_n_steps", "report_to", "wandb", "wandb_notes", "wandb_project_name", "tensorboard",
-    "tensorboard_path", "verbose", "debug", "save_logs", "save_frequency", "save_most_recent",
+    "tensorboard_path", "debug", "save_logs", "save_frequency", "save_most_recent",
     "save_every_steps", "keep_checkpoints", "delete_previous_checkpoint", "checkpoint_path",
     "resume", "remote_sync", "remote_sync_frequency", "remote_sync_protocol", "copy_codebase",
     "cache_dir", "shard_cache", "shard_cache_gib", "workers", "device",

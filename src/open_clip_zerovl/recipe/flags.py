@@ -526,10 +526,6 @@ class ConsoleFlags:
         False,
         "take two steps, print the time, memory and disk of the whole run, and end; nothing is saved (zerovl plan)",
     )
-    verbose: bool = flag(
-        False,
-        "show all that the log file has, settings and model too",
-    )
 
 
 SECTIONS = (
@@ -556,8 +552,7 @@ class RecipeConfig(
     @property
     def active(self) -> bool:
         """Return whether any of our flags was given that changes a training."""
-        names = {each.name for each in flags_of(RecipeConfig)} - {"verbose"}
-        return self.changes(*names)
+        return self.changes(*(each.name for each in flags_of(RecipeConfig)))
 
     @property
     def step_flags(self) -> bool:
