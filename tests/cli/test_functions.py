@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,11 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
-from timm.models._hub import save_for_hf
-from transformers import AutoConfig, AutoModel
 
 import open_clip_zerovl.api as zerovl
 from open_clip_zerovl.checkpoints.weights import read_state_dict
@@ -25,7 +21,7 @@ from open_clip_zerovl.core.flags import words_of
 from open_clip_zerovl.core.processes import follow_training
 from open_clip_zerovl.evaluate.search import Hit
 from support import warm
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, write_bert
+from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 
 PYTHON = sys.executable
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
@@ -52,7 +48,7 @@ def warm_trainings():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """`pictures`: noisy colours with captions. `packed`: the same as shards. `tiny.json`: a model. `timm`, `bert`: encoders."""
+    """`pictures`: noisy colours with captions. `packed`: the same as shards. `tiny.json`: a model."""
     home = tmp_path_factory.mktemp("functions")
     rng = np.random.default_rng(0)
     (home / "pictures").mkdir()
@@ -63,10 +59,6 @@ def home(tmp_path_factory) -> Path:
         (home / "pictures" / f"{number:02d}.txt").write_text(f"a {colour} house of tree {number}")
     config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
     (home / "tiny.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    save_for_hf(timm.create_model("test_vit.r160_in1k", pretrained=False), home / "timm")
-    write_bert(home / "bert")
-    AutoModel.from_config(AutoConfig.from_pretrained(home / "bert")).save_pretrained(home / "bert")
     return home
 
 
@@ -176,16 +168,6 @@ def test_search(home, run, packed, tmp_path):
         assert len(same) == 1 and (number >= 3 or same[0].name in hit.picture)
     with pytest.raises(UserError, match=r"x\.png has gone or changed since it was embedded"):
         Hit("x.png", 1.0, "", None).open()
-
-
-def test_align(home, packed, tmp_path):
-    encoders = {"image": f"timm:{home / 'timm'}", "text": f"hf:{home / 'bert'}"}
-    options = {"embed_dim": 16, "epochs": 2, "batch_size": 16, "device": "cpu"}
-    out = {"out": tmp_path / "aligned", "rows": tmp_path / "rows"}
-    aligned = zerovl.align(**encoders, data=packed, **out, **options)
-    assert aligned.scores["rsum"] == aligned.curve[-1][1] or len(aligned.curve) > 0
-    assert aligned.model()[0].visual is not None and os.fspath(aligned).endswith("aligned/model")
-    assert aligned.page().path.name == "align.html"
 
 
 def test_finetune_asks_for_what_its_command_does(home, tmp_path, monkeypatch):

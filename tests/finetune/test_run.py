@@ -90,8 +90,6 @@ def made(tmp_path_factory):
     )
     write_source(folder / "mine", [drawn(number) for number in range(100)], shard_size=60)
     write_source(folder / "past", [drawn(number) for number in range(200, 230)], shard_size=20)
-    for part in range(2):
-        write_source(folder / "parts" / f"v1.{part}", [drawn(300 + part)], shard_size=1)
     write_retrieval_set(folder / "old", [1] * 10)
     return folder
 
@@ -156,7 +154,6 @@ def test_the_share_of_old_pairs_is_one_of_the_samples_that_training_counts(
             "both decide the weights of the sources", False,
         ),
         (["--keep-data=mine={made}/past"], "two sources are called 'mine'", False),
-        (["--data={made}/parts"], "two sources are called 'v1'; give each its own name", False),
         (["--kept=held-out={made}/old"], "the set held-out is both new and kept", False),
     ],
 )  # fmt: skip

@@ -145,17 +145,6 @@ def test_adapters_have_a_rate_of_their_own():
         facts(10_000), **{flag.replace("-", "_"): value for flag, value in given.items()}
     )
     assert values["lr"] == "0.0001" and values["lr-head"] == "1e-05" and values["lora"] == "16"
-    _, config = parse(
-        as_arguments(
-            {"model": "ViT-B-32", "train-data": "mine=/data", **values, "effective-batch": None}
-        )
-    )
-    assert (config.lora, config.lora_on, config.lr_head, config.layer_decay) == (
-        16,
-        "image",
-        1e-5,
-        0.8,
-    )
     assert "lr-head" not in chosen(
         facts(10_000), lora="16", opt="timm/lamb"
     )  # training has one rate for it

@@ -130,7 +130,7 @@ REFUSED = """
 --dga-step 4 | there is no flag --dga-step; did you mean --dga-steps?
 --warm-up=5 | there is no flag --warm-up; did you mean --warmup?
 --qqqqq | there is no flag --qqqqq; `python -m training.main --help` lists the flags
-word | unexpected argument 'word'; write it as --flag value
+word | unrecognized arguments: word;
 --dga-steps many | argument --dga-steps: invalid int value: 'many'; `python
 --dga-retain some | argument --dga-retain: invalid auto-or-number value: 'some'; `python
 --aug-cfg scale | --aug-cfg or --opt-kwargs is not understood

@@ -212,12 +212,9 @@ def argparse_sentence(message: str, flags: Iterable[str], help_command: str) -> 
         help_command: the command that lists the flags.
     """
     unknown = message.removeprefix("unrecognized arguments: ")
-    if unknown == message:
+    word = next((word for word in unknown.split() if word.startswith("-")), None)
+    if unknown == message or word is None:
         return f"{_short(message)}; `{help_command}` lists the flags"
-    words = unknown.split()
-    word = next((word for word in words if word.startswith("-")), words[0])
-    if not word.startswith("-"):
-        return f"unexpected argument {word!r}; write it as --flag value"
     word = word.partition("=")[0]
     similar = nearest(word, flags)
     return f"there is no flag {word}; " + (

@@ -53,7 +53,6 @@ from open_clip_zerovl.finetune.data import (
     open_sources,
 )
 from open_clip_zerovl.finetune.request import SOURCE_WEIGHTS, FinetuneRequest
-from open_clip_zerovl.prepare.door import keep_in_use, limit_size
 from open_clip_zerovl.shards.files import SIZES_FILE, write_retrieval_set, write_shard
 from open_clip_zerovl.shards.pictures import BadPicture
 from open_clip_zerovl.shards.tar import Sample
@@ -187,12 +186,12 @@ def _write_rest(source: Source, left_out: np.ndarray, out: Path, say: Say) -> Pa
             f"all pictures of source {source.name!r} are held out; give it more pictures, or leave the source out"
         )
     place = out / "rest" / f"{source.name}-{digest_of(content_of_source(source), left_out)[:12]}"
-    keep_in_use(place)
     if place.is_dir():
         return place
     say(f"writing the {count:,} samples of {source.name} that are trained on into {place}")
     is_trained_on = np.ones(source.num_samples, bool)
     is_trained_on[left_out] = False
+    place.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(place.parent, ".writing-") as scratch:
         folder, sizes = scratch / place.name, {}
         shard_of = np.repeat(np.arange(len(source.sizes)), source.sizes)
@@ -205,7 +204,6 @@ def _write_rest(source: Source, left_out: np.ndarray, out: Path, say: Say) -> Pa
         write_atomically(folder / SIZES_FILE, json.dumps(sizes))
         _copy_classes([source], folder)
         folder.rename(place)
-    limit_size(place.parent, say)
     return place
 
 
