@@ -174,8 +174,10 @@ def spec_of_run(name: str, params: Mapping[str, Any], text_model: str | None = N
 
     vision_cfg = model_cfg["vision_cfg"]
     text_cfg = model_cfg["text_cfg"]
-    if params.get("force_image_size") is not None:
-        vision_cfg["image_size"] = _unwrapped(params["force_image_size"])
+    if (size := params.get("force_image_size")) is not None:
+        # [224], as open_clip's main reads the flag, is 224.
+        one = isinstance(size, list | tuple) and len(size) == 1
+        vision_cfg["image_size"] = size[0] if one else size
     if params.get("force_context_length"):
         text_cfg["context_length"] = params["force_context_length"]
     for switch in ("quick_gelu", "custom_text"):
@@ -227,13 +229,6 @@ def _registered(
     raise UserError(
         f"the config of '{name}' cannot be read offline: give the name of a registered model or a local-dir"
     )
-
-
-def _unwrapped(size: Any) -> Any:
-    """Unpack `[224]` to 224, as open_clip's main reads `--force-image-size`."""
-    if isinstance(size, (list, tuple)):
-        return size[0] if len(size) == 1 else list(size)
-    return size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
