@@ -184,33 +184,27 @@ def test_vg_takes_the_five_largest_boxes(tmp_path):
 
 
 def test_vg_end_to_end_from_zips(tmp_path):
-    images = range(1, 41)
+    phrases = {i: [f"image {i} region {r}" for r in range(6)] for i in range(1, 41)}
     annotations = [
-        {
-            "id": i,
-            "regions": [region(i * 10 + r, f"image {i} region {r}", 9 - r, 9) for r in range(6)],
-        }
-        for i in images
+        {"id": i, "regions": [region(i * 10 + r, phrases[i][r], 9 - r, 9) for r in range(6)]}
+        for i in phrases
     ]
-    pictures = {i: photo(i) for i in images if i != 13}
+    listed = {"region_descriptions.json": json.dumps(annotations).encode()}
+    pictures = {i: photo(i) for i in phrases if i != 13}
     half = {f"VG_100K/{i}.jpg": pictures[i] for i in pictures if i <= 20}
     (tmp_path / "VG_100K_2").mkdir()
-    for i in pictures:
-        if i > 20:
-            (tmp_path / "VG_100K_2" / f"{i}.jpg").write_bytes(pictures[i])
-    listed = {"region_descriptions.json": json.dumps(annotations).encode()}
-    zips = (
+    for i in range(21, 41):
+        (tmp_path / "VG_100K_2" / f"{i}.jpg").write_bytes(pictures[i])
+    source = [
         zipped(tmp_path / "region_descriptions.json.zip", listed),
         zipped(tmp_path / "images.zip", half),
-    )
-    source = [*zips, tmp_path / "VG_100K_2"]
+        tmp_path / "VG_100K_2",
+    ]
     report = made("vg", tmp_path / "vg", source, shard_size=25)
     assert (report["pictures"], report["captions"]) == (39, 195)
     assert report["refused"]["picture missing"]["rows"] == 1
-    texts = [
-        sample.files["txt"].decode().split("\n") for sample in samples_of(tmp_path / "vg/train")
-    ]
-    assert sorted(texts) == sorted([f"image {i} region {r}" for r in range(5)] for i in pictures)
+    texts = [sample.captions for sample in samples_of(tmp_path / "vg/train")]
+    assert sorted(texts) == sorted(phrases[i][:5] for i in pictures)
     (source,) = parse_sources(str(tmp_path / "vg"))  # each phrase is shown in turn
     assert (source.num_samples, source.captions) == (39, "one-per-epoch")
 
@@ -277,23 +271,18 @@ def test_coco_becomes_training_pairs_and_test_sets(tmp_path):
         assert not check_shards(out / split, hashes=True, progress=False).faults
 
 
-@pytest.mark.parametrize("fault", ["no picture", "missing"])
+@pytest.mark.parametrize("fault", ["broken picture", "is missing"])
 def test_a_test_set_that_lacks_a_picture_is_refused(tmp_path, fault):
     file, folder = karpathy(tmp_path)
     picture = folder / "val2014" / f"COCO_val2014_{104:012d}.jpg"
-    content = picture.read_bytes()
-    picture.write_bytes(content[:500])
-    if fault == "missing":
+    picture.write_bytes(picture.read_bytes()[:500])
+    if fault == "is missing":
         picture.unlink()
-    words = r"of coco lack 1 of 3 pictures \((broken picture|COCO_val2014_0+104.jpg is missing)\)"
     for _ in range(2):  # and not taken for a whole one by the next call
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=rf"of coco lack 1 of 3 pictures \(.*{fault}\)"):
             made("coco", tmp_path / "coco", [file, folder])
         with pytest.raises(UserError, match="is not a retrieval set|does not exist"):
             open_retrieval_set(tmp_path / "coco")
-    picture.write_bytes(content)
-    made("coco", tmp_path / "again", [file, folder])
-    assert len(open_retrieval_set(tmp_path / "again")) == 2
 
 
 @pytest.mark.parametrize(

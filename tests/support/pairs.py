@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow
@@ -57,80 +57,64 @@ def write_pictures(folder: Path, pairs: list[Pair]) -> None:
         (folder / pair.name).write_bytes(pair.content)
 
 
-def as_folder(folder: Path, pairs: list[Pair]) -> Path:
-    """Texts beside the pictures, one caption a line."""
+def with_pictures(folder: Path, pairs: list[Pair], name: str, text: str) -> Path:
+    """Write pictures and a file beside them."""
     write_pictures(folder, pairs)
-    for pair in pairs:
-        (folder / pair.name).with_suffix(".txt").write_text(
-            "\n".join(pair.captions) + "\n", encoding="utf-8"
-        )
-    return folder
-
-
-def as_json_folder(folder: Path, pairs: list[Pair]) -> Path:
-    """JSON files beside the pictures."""
-    write_pictures(folder, pairs)
-    for pair in pairs:
-        fields = {"id": 7, "caption": pair.captions, "kind": pair.source}
-        (folder / pair.name).with_suffix(".json").write_text(json.dumps(fields), encoding="utf-8")
-    return folder
-
-
-def _write_table(
-    folder: Path,
-    pairs: list[Pair],
-    header: tuple,
-    rows: list[tuple],
-    name: str = "pairs.csv",
-    separator: str = ",",
-) -> Path:
-    write_pictures(folder, pairs)
-    with open(folder / name, "w", encoding="utf-8", newline="") as file:
-        csv.writer(file, delimiter=separator).writerows([header, *rows])
+    (folder / name).write_text(text, encoding="utf-8", newline="")
     return folder / name
 
 
+def as_folder(
+    folder: Path,
+    pairs: list[Pair],
+    ending: str = ".txt",
+    text: Callable[[Pair], str] = lambda pair: "\n".join(pair.captions) + "\n",
+) -> Path:
+    """Texts beside the pictures, one caption a line."""
+    write_pictures(folder, pairs)
+    for pair in pairs:
+        (folder / pair.name).with_suffix(ending).write_text(text(pair), encoding="utf-8")
+    return folder
+
+
+def of_pair(pair: Pair) -> str:
+    """The JSON beside a picture."""
+    return json.dumps({"id": 7, "caption": pair.captions, "kind": pair.source})
+
+
+def each_caption(pair: Pair) -> list[tuple]:
+    return [(pair.name, caption, pair.source) for caption in pair.captions]
+
+
 def as_csv(
-    folder: Path, pairs: list[Pair], *, separator: str = ",", name: str = "pairs.csv"
+    folder: Path,
+    pairs: list[Pair],
+    *,
+    separator: str = ",",
+    name: str = "pairs.csv",
+    header: str = "filepath,title,kind",
+    rows: Callable[[Pair], list[tuple]] = each_caption,
 ) -> Path:
     """Write a row a caption, paths relative to the table."""
-    rows = [(pair.name, caption, pair.source) for pair in pairs for caption in pair.captions]
-    return _write_table(folder, pairs, ("filepath", "title", "kind"), rows, name, separator)
-
-
-def as_columns_csv(folder: Path, pairs: list[Pair]) -> Path:
-    """Write a row a picture, captions in numbered columns, with semicolons."""
-    header = ("Image", "Caption 1", "Caption 2", "Caption 3", "kind")
-    rows = [(pair.name, *[*pair.captions, "", ""][:3], pair.source) for pair in pairs]
-    return _write_table(folder, pairs, header, rows, separator=";")
-
-
-def as_listed_csv(folder: Path, pairs: list[Pair]) -> Path:
-    """Write a row a picture, captions as pandas writes a list into a cell."""
-    rows = [(pair.name, repr(pair.captions), pair.source) for pair in pairs]
-    return _write_table(folder, pairs, ("path", "captions", "kind"), rows)
+    table = io.StringIO()
+    listed = [header.split(","), *(row for pair in pairs for row in rows(pair))]
+    csv.writer(table, delimiter=separator).writerows(listed)
+    return with_pictures(folder, pairs, name, table.getvalue())
 
 
 def as_jsonl(folder: Path, pairs: list[Pair]) -> Path:
-    write_pictures(folder, pairs)
     lines = [json.dumps({"file_name": p.name, "text": p.captions, "kind": p.source}) for p in pairs]
-    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    with_pictures(folder, pairs, "metadata.jsonl", "\n".join(lines) + "\n")
     return folder  # a folder with a table and pictures
 
 
 def as_json_list(folder: Path, pairs: list[Pair]) -> Path:
-    write_pictures(folder, pairs)
-    (folder / "pairs.json").write_text(
-        json.dumps(
-            [{"image": p.name, "caption": p.captions, "kind": p.source} for p in pairs], indent=1
-        )
-    )
-    return folder / "pairs.json"
+    rows = [{"image": p.name, "caption": p.captions, "kind": p.source} for p in pairs]
+    return with_pictures(folder, pairs, "pairs.json", json.dumps(rows, indent=1))
 
 
 def as_coco(folder: Path, pairs: list[Pair]) -> Path:
     """Write MS-COCO's captions: images, and annotations in another order."""
-    write_pictures(folder, pairs)
     images = [{"id": number, "file_name": pair.name} for number, pair in enumerate(pairs)]
     annotations = [
         {"image_id": number, "id": 100 * number + text, "caption": caption, "kind": pair.source}
@@ -139,44 +123,33 @@ def as_coco(folder: Path, pairs: list[Pair]) -> Path:
     ]
     annotations.sort(key=lambda one: one["id"] % 100)
     content = {"info": {"year": 2017}, "images": images, "licenses": [], "annotations": annotations}
-    (folder / "captions.json").write_text(json.dumps(content))
-    return folder / "captions.json"
+    return with_pictures(folder, pairs, "captions.json", json.dumps(content))
 
 
-def as_tars(folder: Path, pairs: list[Pair]) -> Path:
+def as_tars(folder: Path, pairs: list[Pair], *, gzipped: bool = False) -> Path:
     """Write img2dataset's webdataset form: `txt` and `json` beside the picture, and a parquet without pictures."""
     for shard in range(2):
         members = []
         for number, pair in enumerate(pairs[shard::2]):
-            key = f"{shard:05d}{number:04d}"
-            members += [
-                (f"{key}.{pair.name[-3:]}", pair.content),
-                (f"{key}.txt", "\n".join(pair.captions).encode()),
-            ]
-            members += [
-                (
-                    f"{key}.json",
-                    json.dumps({"caption": pair.captions[0], "kind": pair.source}).encode(),
-                )
-            ]
-        write_tar(folder / f"{shard:05d}.tar", members)
+            about = json.dumps({"caption": pair.captions[0], "kind": pair.source})
+            texts = {"txt": "\n".join(pair.captions), "json": about}
+            members += [(f"{shard:05d}{number:04d}.{pair.name[-3:]}", pair.content)]
+            members += [(f"{shard:05d}{number:04d}.{end}", t.encode()) for end, t in texts.items()]
+        tar = write_tar(folder / f"{shard:05d}.tar", members)
+        if gzipped:
+            tar.with_suffix(".tar.gz").write_bytes(gzip.compress(tar.read_bytes(), mtime=0))
+            tar.unlink()
         (folder / f"{shard:05d}.parquet").write_bytes(b"PAR1 of no matter")
-        (folder / f"{shard:05d}_stats.json").write_text("{}")
     return folder
 
 
-def as_gzipped_tar(folder: Path, pairs: list[Pair]) -> Path:
-    as_tars(folder, pairs)
-    for file in folder.glob("*.tar"):
-        file.with_suffix(".tar.gz").write_bytes(gzip.compress(file.read_bytes(), mtime=0))
-        file.unlink()
-    return folder
-
-
-def _table(pairs: list[Pair], pictures: list, name: str):
-    captions, kinds = [pair.captions for pair in pairs], [pair.source for pair in pairs]
-    return pyarrow.table(
-        {name: pictures, "caption": captions, "kind": kinds, "width": [24] * len(pairs)}
+def rows_of(pairs: list[Pair], name: str, picture: Callable[[Pair], Any]) -> pyarrow.Table:
+    """Make a table of a row a picture."""
+    return pyarrow.Table.from_pylist(
+        [
+            {name: picture(pair), "caption": pair.captions, "kind": pair.source, "width": 24}
+            for pair in pairs
+        ]
     )
 
 
@@ -184,9 +157,8 @@ def as_parquet(folder: Path, pairs: list[Pair]) -> Path:
     """Write img2dataset's parquet form: a column of bytes, in two files."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, part in enumerate((pairs[:5], pairs[5:])):
-        pyarrow.parquet.write_table(
-            _table(part, [p.content for p in part], "jpg"), folder / f"{number:05d}.parquet"
-        )
+        table = rows_of(part, "jpg", lambda pair: pair.content)
+        pyarrow.parquet.write_table(table, folder / f"{number:05d}.parquet")
     return folder
 
 
@@ -202,17 +174,15 @@ def as_parquet_rows(folder: Path, pairs: list[Pair]) -> Path:
         for caption in pair.captions
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(rows), folder / "train-00000-of-00001.parquet"
-    )
-    return folder / "train-00000-of-00001.parquet"
+    file = folder / "train-00000-of-00001.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file
 
 
 def as_parquet_paths(folder: Path, pairs: list[Pair]) -> Path:
     write_pictures(folder, pairs)
-    pyarrow.parquet.write_table(
-        _table(pairs, [p.name for p in pairs], "image_path"), folder / "pairs.parquet"
-    )
+    table = rows_of(pairs, "image_path", lambda pair: pair.name)
+    pyarrow.parquet.write_table(table, folder / "pairs.parquet")
     return folder / "pairs.parquet"
 
 
@@ -221,37 +191,40 @@ def as_saved_dataset(folder: Path, pairs: list[Pair]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"data-{number:05d}-of-00002.arrow" for number in range(2)]
     for name, part in zip(names, (pairs[:7], pairs[7:]), strict=True):
-        table = _table(part, [{"bytes": p.content, "path": None} for p in part], "image")
-        with (
-            pyarrow.OSFile(str(folder / name), "wb") as sink,
-            pyarrow.ipc.new_stream(sink, table.schema) as writer,
-        ):
+        table = rows_of(part, "image", lambda pair: {"bytes": pair.content, "path": None})
+        with pyarrow.ipc.new_stream(str(folder / name), table.schema) as writer:
             writer.write_table(table, max_chunksize=3)
-    (folder / "state.json").write_text(
-        json.dumps({"_data_files": [{"filename": name} for name in names]})
-    )
-    (folder / "dataset_info.json").write_text("{}")
+    listed = {"_data_files": [{"filename": name} for name in names]}
+    (folder / "state.json").write_text(json.dumps(listed))
     return folder
 
 
 FORMS: dict[str, Callable[[Path, list[Pair]], Path]] = {
     "folder": as_folder,
-    "folder of json": as_json_folder,
+    "folder of json": partial(as_folder, ending=".json", text=of_pair),
     "csv": as_csv,
     "tsv": partial(as_csv, separator="\t", name="pairs.tsv"),
-    "csv, several columns": as_columns_csv,
-    "csv, lists": as_listed_csv,
+    "csv, several columns": partial(
+        as_csv,
+        separator=";",
+        header="Image,Caption 1,Caption 2,Caption 3,kind",
+        rows=lambda pair: [(pair.name, *[*pair.captions, "", ""][:3], pair.source)],
+    ),
+    "csv, lists as pandas writes them": partial(
+        as_csv,
+        header="path,captions,kind",
+        rows=lambda pair: [(pair.name, repr(pair.captions), pair.source)],
+    ),
     "jsonl in a folder": as_jsonl,
     "json list": as_json_list,
     "coco": as_coco,
     "tars": as_tars,
-    "gzipped tars": as_gzipped_tar,
+    "gzipped tars": partial(as_tars, gzipped=True),
     "parquet": as_parquet,
     "parquet, a row a caption": as_parquet_rows,
     "parquet of paths": as_parquet_paths,
     "saved dataset": as_saved_dataset,
 }
-ARROW_FORMS = {"parquet", "parquet, a row a caption", "parquet of paths", "saved dataset"}
 
 
 def samples_of(folder: Path) -> list[Sample]:

@@ -247,25 +247,18 @@ class JsonReader(ColumnReader):
 class CocoReader(ColumnReader):
     """Captions as MS-COCO publishes them: one JSON object with `images` (id, file_name) and `annotations` (image_id, caption).
 
-    A row is an annotation. The entries of all images are in memory.
+    A row is an annotation.
     """
 
     form = "json"
 
     def _choose(self) -> Chosen:
-        path = self.path
-        with opened_table(path) as file:
-            images = (
-                image
-                for image in json_array(file, str(path), key="images")
-                if isinstance(image, dict)
-            )
-            self.images = {
-                image["id"]: image for image in images if isinstance(image.get("id"), int | str)
-            }
-        names = names_of(fields for fields in islice(self._annotations(path), _LOOKED_AT))
+        self.annotations = self._entries("annotations")
+        images = [each for each in self._entries("images") if isinstance(each.get("id"), int | str)]
+        self.images = {image["id"]: image for image in images}
+        names = names_of(self.annotations[:_LOOKED_AT])
         chosen = choose(
-            str(path),
+            str(self.path),
             names_of([*islice(self.images.values(), _LOOKED_AT), dict.fromkeys(names)]),
             replace(self.wanted, picture="file_name"),
         )
@@ -273,15 +266,15 @@ class CocoReader(ColumnReader):
         return replace(chosen, words=words)
 
     def records(self, file: Path) -> Iterator[tuple[int, RowFields]]:
-        for number, fields in enumerate(self._annotations(file), start=1):
+        for number, fields in enumerate(self.annotations, start=1):
             wanted = fields.get("image_id")
             image = self.images.get(wanted, {}) if isinstance(wanted, int | str) else {}
             yield number, {**image, **fields, "file_name": image.get("file_name")}
 
-    def _annotations(self, file: Path) -> Iterator[dict[str, Any]]:
-        with opened_table(file) as table:
-            for entry in json_array(table, str(file), key="annotations"):
-                yield entry if isinstance(entry, dict) else {}
+    def _entries(self, key: str) -> list[dict[str, Any]]:
+        with opened_table(self.path) as file:
+            entries = json_array(file, str(self.path), key=key)
+        return [entry if isinstance(entry, dict) else {} for entry in entries]
 
 
 class KarpathyReader(ColumnReader):

@@ -22,7 +22,7 @@ from open_clip_zerovl.prepare.rows import Reader
 from open_clip_zerovl.prepare.store import PairDatabase, Stored
 from open_clip_zerovl.report.pages import thumbnail, write_page
 from open_clip_zerovl.report.verdicts import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
-from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded
+from open_clip_zerovl.shards.pictures import as_shown, decoded
 from open_clip_zerovl.shards.tar import BYTES_BEHIND
 from open_clip_zerovl.shards.texts import UNMARKED, WORDS_FOR_NOTHING
 
@@ -87,9 +87,6 @@ def summarize(
             "SELECT dropped, COUNT(*) FROM samples WHERE dropped IS NOT NULL GROUP BY dropped"
         ),
         "words": {"captions": len(words), **_spread(words)},
-        "captions_per_picture": store.value(
-            "SELECT COALESCE(MAX(n), 0) FROM (SELECT COUNT(DISTINCT text) AS n FROM written GROUP BY source, key)"
-        ),
         "words_for_nothing": store.counts(
             f"SELECT text, COUNT(*) FROM written WHERE lower(text) IN ({marks}) GROUP BY text",
             *WORDS_FOR_NOTHING,
@@ -100,7 +97,6 @@ def summarize(
             "COUNT(DISTINCT row) FROM (SELECT MIN(row) AS row FROM written GROUP BY source, key, text))"
         ),
         "repeated_captions": _repeated_captions(store),
-        "repeated_pictures": _repeated_pictures(store),
         "sizes": _sizes(store),
     }
 
@@ -195,21 +191,17 @@ def _write_csv(file: Any, header: Sequence[str], rows: Iterable[Sequence[Any]]) 
 def lines(report: dict[str, Any], out: Path) -> list[str]:
     """Write the report for a terminal, without the next commands and what only the page shows."""
     texts = []
-    for entry in report["inputs"][:3]:
+    for entry in report["inputs"]:
         texts += [f"{entry['input']}: {entry['form']}, {entry['columns']}; {entry['rows']:,} rows"]
         texts += [f"  {note}" for note in entry["notes"]]
-    if len(report["inputs"]) > 3:
-        texts.append(f"and {len(report['inputs']) - 3} more inputs; {report['rows']:,} rows in all")
     counts = [f"{report[name]:,} {name}" for name in ("pictures", "captions", "rows")]
     texts.append(f"{counts[0]} with {counts[1]} of {counts[2]} are in {out}")
-    for part in report["written"][:6]:
+    for part in report["written"]:
         plural = "shard " if part["shards"] == 1 else "shards"
         texts.append(
             f"  {part['source'] + ' ' + part['split']:18s} {part['pictures']:>9,} pictures {part['captions']:>9,} captions "
             f"{part['shards']:>5} {plural} {part['bytes'] / 1e6:>9,.1f} MB  {part['folder']}"
         )
-    if len(report["written"]) > 6:
-        texts.append(f"  and {len(report['written']) - 6} more folders")
     if classes := report["classes"]:
         smallest, largest = (pick(classes, key=classes.__getitem__) for pick in (min, max))
         spread = (
@@ -242,23 +234,17 @@ def lines(report: dict[str, Any], out: Path) -> list[str]:
 
 
 def _refused_lines(report: dict[str, Any]) -> list[str]:
-    refused = list(report["refused"].items())
-    total = sum(entry["rows"] for _, entry in refused)
+    total = sum(entry["rows"] for entry in report["refused"].values())
     if not total:
         return ["refused    nothing"]
     texts = [
         f"refused    {'1 row, which is' if total == 1 else f'{total:,} rows, all of them'} in refused.csv:"
     ]
-    shown_reasons = 5 if len(refused) == 5 else 4
-    for reason, entry in refused[:shown_reasons]:
+    for reason, entry in report["refused"].items():
         shown = ", ".join(example["at"] for example in entry["examples"][:_SHOWN_EXAMPLES])
         more = " ..." if entry["rows"] > _SHOWN_EXAMPLES else ""
         advice = f"; {ADVICE[reason]}" if reason in ADVICE else ""
         texts.append(f"  {entry['rows']:>7,} {reason}: {shown}{more}{advice}")
-    if rest := refused[shown_reasons:]:
-        texts.append(
-            f"  {sum(entry['rows'] for _, entry in rest):>7,} for {len(rest)} other reasons"
-        )
     return texts
 
 
@@ -393,40 +379,20 @@ def _repeated_captions(store: PairDatabase) -> dict[str, Any]:
     }
 
 
-def _repeated_pictures(store: PairDatabase) -> dict[str, Any]:
-    """Count the rows with the picture of an earlier row of their source, and list the pictures with most rows."""
-    store.db.execute(
-        "CREATE TEMP TABLE IF NOT EXISTS often AS SELECT key, source, COUNT(*) AS n, COUNT(DISTINCT number) AS files FROM good "
-        "GROUP BY source, key HAVING COUNT(*) > 1"
-    )
-    most = store.db.execute(
-        "SELECT key, source, n, files FROM often ORDER BY n DESC, key LIMIT 8"
-    ).fetchall()
-    return {
-        "rows": store.value("SELECT COALESCE(SUM(n - 1), 0) FROM often"),
-        "pictures": store.value("SELECT COUNT(*) FROM often"),
-        "most": [
-            {"key": key, "source": source, "rows": rows, "files": files}
-            for key, source, rows, files in most
-        ],
-    }
-
-
 def _sizes(store: PairDatabase) -> dict[str, Any]:
     cursor = store.db.execute(
-        "SELECT width, height, size, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
+        "SELECT width, height, turned, shrunk, whitened FROM pictures JOIN (SELECT DISTINCT picture FROM samples "
         "WHERE dropped IS NULL) AS one ON pictures.number = one.picture"
     )
     # not fetchall: ten million tuples take gigabytes
-    rows = np.fromiter(cursor, dtype=np.dtype((np.int64, 6)))
+    rows = np.fromiter(cursor, dtype=np.dtype((np.int64, 5)))
     longer, shorter = rows[:, :2].max(1, initial=0), rows[:, :2].min(1, initial=1 << 30)
     return {
         "longer_side": _spread(longer),
         "shorter_side": _spread(shorter),
-        "mean_bytes": round(float(rows[:, 2].mean()), 1) if len(rows) else 0.0,
-        "turned": int(rows[:, 3].sum()),
-        "shrunk": int(rows[:, 4].sum()),
-        "whitened": int(rows[:, 5].sum()),
+        "turned": int(rows[:, 2].sum()),
+        "shrunk": int(rows[:, 3].sum()),
+        "whitened": int(rows[:, 4].sum()),
     }
 
 
@@ -445,12 +411,8 @@ def write_report_page(out: Path, report: dict[str, Any], store: PairDatabase) ->
         store: with its samples split.
     """
 
-    def figure(sample: Stored, words: str) -> tuple[str | None, str]:
-        try:
-            shown = decoded(store.content(sample), lambda opened: as_shown(opened).copy())
-        except BadPicture:
-            return None, words
-        return thumbnail(shown), words
+    def figure(sample: Stored, words: str) -> tuple[str, str]:
+        return decoded(store.content(sample), lambda opened: thumbnail(as_shown(opened))), words
 
     samples = []
     for part in report["written"][: 2 * _SOURCES]:
@@ -460,14 +422,6 @@ def write_report_page(out: Path, report: dict[str, Any], store: PairDatabase) ->
         ]
         heading = f"{part['source']} {part['split']}: {len(some)} of {part['pictures']:,}"
         samples.append((heading, some))
-    often = []
-    for entry in report["repeated_pictures"]["most"]:
-        words = f"{entry['rows']:,} rows, {entry['files']:,} file{'s' * (entry['files'] > 1)}"
-        the_picture = "samples.source = ? AND samples.key = ?"
-        often += [
-            figure(sample, words)
-            for sample in store.stored(the_picture, entry["source"], entry["key"])
-        ]
     best = report["repeated_captions"]["best_rsum"]
     heading, _, commands = next_steps(report, out)
     write_page(
@@ -478,6 +432,5 @@ def write_report_page(out: Path, report: dict[str, Any], store: PairDatabase) ->
         next_line=heading,
         commands=commands,
         samples=samples,
-        often=often,
         few_captions=SHARED_CAPTIONS if best < LOW_BEST else "",
     )
