@@ -73,24 +73,12 @@ def test_open_clips_flags_are_as_open_clip_has_them():
 
 
 def test_a_file_stands_for_its_words(tmp_path):
-    """At its place of the command line, where the last of two values counts; the control has no file."""
+    """At its place of the command line, where the last of two values counts."""
     lines = "--lr 1e-4 --debiased-sampling\n# ours\n--aug-cfg 'scale=(0.6, 1.0)'  # a crop\n--epochs 3\n"
     (tmp_path / "run.txt").write_text(lines)
-    file = f"@{tmp_path}/run.txt"
-    args, config = parse(["--epochs", "9", file, "--lr", "2e-4", *DATA])
-    assert (args, config) == parse(
-        [
-            *["--lr", "2e-4", "--debiased-sampling", "--aug-cfg"],
-            "scale=(0.6, 1.0)",
-            "--epochs",
-            "3",
-            *DATA,
-        ]
-    )
-    assert args.epochs == 3 != parse(DATA)[0].epochs
-    for words, wrong in ((f"@{tmp_path}/none", "No such file"), (file + " --epochs x", "--epochs")):
-        with pytest.raises(UserError, match=wrong):
-            parse([*words.split(), *DATA])
+    words = ["--debiased-sampling", "--aug-cfg", "scale=(0.6, 1.0)", "--epochs", "3", *DATA]
+    found = parse(["--epochs", "9", f"@{tmp_path}/run.txt", "--lr", "2e-4", *DATA])
+    assert found == parse(["--lr", "2e-4", *words]) != parse(["--epochs", "9", *words[:3], *DATA])
 
 
 def test_no_flag_given_means_open_clips_own_run():
@@ -192,11 +180,7 @@ def test_a_switch_for_a_value_is_an_entry_of_its_flag():
     assert parse_settings(["debiased-sampling", "lr="]) == {"sampling": "debiased", "lr": None}
     both = {"debiased-sampling": "", "sampling": "random"}  # which argparse refuses
     assert settings_of(as_arguments(both)) == both
-    for text in (
-        "debiased-sampling=false",
-        "debiased-sampling=",
-    ):  # the first is refused by argparse
-        assert "sampling" not in parse_settings([text])
+    assert parse_settings(["debiased-sampling=false"]) == {"debiased-sampling": "false"}  # likewise
     with pytest.raises(UserError, match="unexpected argument '1e-4'; training flags begin with --"):
         settings_of(["1e-4"])
 

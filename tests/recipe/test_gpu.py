@@ -31,7 +31,6 @@ from open_clip_zerovl.recipe.optimizer import parameter_groups
 from open_clip_zerovl.recipe.step import RecipeStep
 from support.dga_reference import CONTEXT, batches, bert_clip, error, gradients, one_graph
 from support.tiny_coca import tiny_coca
-from training.hooks import replaced
 
 
 @pytest.mark.parametrize("exclude", [True, False])
@@ -199,13 +198,3 @@ def test_compiled_blocks_give_the_gradient_of_one_graph():
     torch.manual_seed(3)
     DecoupledGradientAccumulation(model, ContrastiveLoss(), retain=0).backward(batches([3, 3]))
     assert error(gradients(model), wanted) <= 1e-10
-
-
-def test_open_clips_main_compiles_the_runs_model_by_its_blocks():
-    """main calls torch.compile on its model; a block's own `compile` calls it with a method, others with their modules."""
-    model, other, stock = bert_clip(), nn.Linear(2, 2), torch.compile
-    with replaced({}, compiled=lambda asked: model if asked is model else None):
-        assert torch.compile(model) is model
-        assert torch.compile(other)._orig_mod is other
-        compile_blocks(model)
-    assert torch.compile is stock and is_compiled(model) and not is_compiled(other)

@@ -191,24 +191,6 @@ def test_retrieval_while_training_floor_of_the_schedule_and_resume(workplace):
     assert "rsum" in logged and {key: found[key] for key in logged} == pytest.approx(logged)
 
 
-@pytest.fixture
-def bad_input(workplace, monkeypatch, capsys):
-    """Run the program on bad input and return (exit status, the one line on standard error, run folder)."""
-    folder, *_ = workplace
-    open_clip.add_model_config(str(folder / "bert" / "tiny.json"))
-    monkeypatch.chdir(folder)
-
-    def run(arguments: list[str], name: str):
-        status = main([*COMMON, "--workers", "0", "--name", name, *arguments])
-        lines = [
-            line for line in capsys.readouterr().err.splitlines() if "training.main: error:" in line
-        ]
-        assert len(lines) == 1
-        return status, lines[0], folder / "logs" / name
-
-    return run
-
-
 # Bad input of a first run on real data: one sentence each, and a status that is not zero.
 BAD_INPUT = {
     "no such shard": (
@@ -254,20 +236,22 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("kind", BAD_INPUT)
-def test_bad_input(workplace, bad_input, kind):
+def test_bad_input(workplace, kind, monkeypatch, capsys):
     folder, data, *_ = workplace
+    open_clip.add_model_config(str(folder / "bert" / "tiny.json"))
+    monkeypatch.chdir(folder)
     torch.save({"layer.weight": torch.zeros(2)}, folder / "foreign.pt")
-    other = {"epoch": 1, "state_dict": {"visual.other": torch.zeros(1)}}
-    torch.save(other, folder / "other.pt")
+    torch.save({"epoch": 1, "state_dict": {"visual.x": torch.zeros(1)}}, folder / "other.pt")
     (folder / "words.pt").write_text("a table\n1\n")
-    write_tar(
-        folder / "nocaptions" / "0.tar",
-        [(f"{number}.png", png((number, 0, 0))) for number in range(8)],
-    )
+    members = [(f"{number}.png", png((number, 0, 0))) for number in range(8)]
+    write_tar(folder / "nocaptions" / "0.tar", members)
     line, words = BAD_INPUT[kind]
-    arguments = line.format(folder=folder, data=data).split()
-    status, sentence, run_folder = bad_input(arguments, name="bad-" + kind.replace(" ", "-"))
+    name = "bad-" + kind.replace(" ", "-")
+    given = line.format(folder=folder, data=data).split()
+    status = main([*COMMON, "--workers", "0", "--name", name, *given])
+    said = capsys.readouterr().err.splitlines()
+    (sentence,) = [line for line in said if "training.main: error:" in line]
     assert status == 2 and words in sentence
     assert "weights_only" not in sentence  # torch's advice to load a file unchecked
     # The same name can be used again, but where the fault is found while training: then the run's log stays.
-    assert kind == "no captions" or not run_folder.exists()
+    assert kind == "no captions" or not (folder / "logs" / name).exists()

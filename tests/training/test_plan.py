@@ -6,6 +6,7 @@ import argparse
 import re
 
 import pytest
+import torch
 
 from open_clip_zerovl import cli as program
 from open_clip_zerovl.cli import main as zerovl
@@ -74,8 +75,6 @@ def test_a_replayed_micro_batch_costs_a_third_more(dga_steps, retain, cost):
 
 
 def test_the_time_of_the_whole_step_follows_from_its_part():
-    import torch
-
     timer = StepTimer(torch.device("cpu"), 5)
     assert timer.shortened([1, 2, 3, 4]) == [1, 2] and not timer.is_last()
     assert timer.shortened([1, 2, 3, 4]) == [1, 2] and timer.is_last()

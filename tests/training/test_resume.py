@@ -26,7 +26,6 @@ from training.checkpointing import (
     compared_settings,
     entry_of,
     keep_settings,
-    load_checkpoint,
     of_this_line,
     read_position,
     require_finite,
@@ -218,16 +217,6 @@ def test_a_model_of_the_same_shapes_and_another_function_is_not_resumed(saved, w
     require_same_function({MODEL_ENTRY: written_out}, CONFIG, "a.pt")
     require_same_function({}, CONFIG, "of an earlier release.pt")
     require_same_function({MODEL_ENTRY: saved}, None, "a.pt")
-
-
-def test_a_checkpoint_of_several_ranks_has_the_names_of_one(tmp_path):
-    """DDP puts `module.` before every name; a run of one process goes on from it, and one of several from one without."""
-    model = nn.Linear(2, 2)
-    for prefix in ("", "module."):
-        state = {prefix + name: value for name, value in model.state_dict().items()}
-        torch.save({"epoch": 1, "state_dict": state}, tmp_path / "a.pt")
-        loaded = load_checkpoint(str(tmp_path / "a.pt"))
-        assert loaded["state_dict"].keys() == model.state_dict().keys()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
