@@ -423,8 +423,6 @@ def export(
         )
     if out is None:
         raise UserError("a folder to write is missing: zerovl export CHECKPOINT DIR")
-    if private and not push_to_hub:
-        raise UserError("--private needs --push-to-hub, which makes the repository")
     show_progress()
     from open_clip_zerovl.checkpoints.export import check_hub, push_folder
 
@@ -484,11 +482,10 @@ def evaluate(model: Given, data: Given, task: str = "retrieval", **flags: Any) -
         flags: those of the command.
 
     Raises:
+        KeyError: a task of another name.
         UserError: as the command's errors.
     """
     tasks: dict[str, Callable[..., Scores]] = {"retrieval": retrieval, "zero-shot": zero_shot}
-    if task not in tasks:
-        raise UserError(f"task={task!r} is not one of {', '.join(tasks)}")
     return tasks[task](model, data=data, **flags)
 
 

@@ -47,15 +47,8 @@ class Result:
         return str(self.folder)
 
     def page(self) -> Page:
-        """Open the report, for a notebook or a browser.
-
-        Raises:
-            UserError: none was written.
-        """
-        path = self.folder / self.page_name
-        if not path.is_file():
-            raise UserError(f"{path} is not there; make the call again to have it written")
-        return Page(path)
+        """Open the report, for a notebook or a browser."""
+        return Page(self.folder / self.page_name)
 
     def _repr_html_(self) -> str:
         return self.page()._repr_html_()

@@ -118,7 +118,6 @@ ODD = {
     f"export run/{EPOCH} file/x": r"cannot be written",
     f"export run/{EPOCH} file": "is not an earlier export",
     f"export run/{EPOCH}": "a folder to write is missing",
-    f"export run/{EPOCH} out --private": "--private needs --push-to-hub",
     # models
     "retrieval wordymean --data set": "give mean and std of three numbers",
     "retrieval shortmean --data set": "give mean and std of three numbers",

@@ -40,8 +40,7 @@ from open_clip_zerovl.align.train import (
 )
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import choose_device, load_model
-from open_clip_zerovl.checkpoints.transformers_folder import is_transformers_folder
-from open_clip_zerovl.core.errors import Say, UserError
+from open_clip_zerovl.core.errors import Say
 from open_clip_zerovl.core.files import check_writable, digest_of, write_atomically
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.data.splits import (
@@ -71,7 +70,6 @@ from open_clip_zerovl.report.pages import (
     write_page,
 )
 from open_clip_zerovl.report.tables import duration, text_table
-from open_clip_zerovl.sampling.schedule import source_schedule
 from open_clip_zerovl.shards.urls import local_path
 
 DRAWS = 1000  # of an interval
@@ -162,8 +160,7 @@ def run_align(
         The pairings, the best one first; [] if only a part of the features was asked for.
 
     Raises:
-        UserError: encoders, data or settings that do not fit, before anything is embedded; what embedding, training and
-            writing refuse.
+        UserError: encoders, data or settings that do not fit; what embedding, training and writing refuse.
     """
     return Alignment(request, say).run()
 
@@ -189,18 +186,6 @@ class Alignment:
         self.device = choose_device(request.device, local_rank=local_rank)
         self.sources = open_sources(request.train_data, request.held_out)
         self.classes = any(source.classes for source in self.sources.opened)
-        if (
-            request.batch_size
-        ):  # refused here if the data is too small even with the pictures that are held out
-            sizes = np.diff(self.sources.begins)[: self.sources.training].tolist()
-            source_schedule(
-                sizes,
-                request.batch_size,
-                strategy="random",
-                seed=0,
-                epoch=0,
-                names=self.sources.names,
-            )
         load = cache(load_model)
         self.images = [open_tower(name, "image", load=load) for name in request.images]
         self.texts = [
@@ -210,10 +195,6 @@ class Alignment:
         self.pairings = list(itertools.product(self.images, self.texts))
         for image, text in self.pairings:
             check_together(image, text)
-        model = request.out / "model"
-        for_transformers = {image.kind == "vision" for image in self.images}
-        if model.exists() and is_transformers_folder(model) not in for_transformers:
-            raise UserError(f"{model} is for another library; give another --out")
         self.stores: dict[int, FeatureStore] = {}
         self.seen: Identities | None = None  # pictures on which the encoders were trained
 
