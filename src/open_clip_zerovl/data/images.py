@@ -30,7 +30,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -346,14 +346,6 @@ def paper_transform_of(visual: Any) -> Compose:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@cache
-def has_decoder() -> bool:
-    """Return whether the fast JPEG decoder is installed, and warn once if it is missing."""
-    if simplejpeg is None:
-        logging.warning("simplejpeg is not installed: pictures are decoded and resized by PIL.")
-    return simplejpeg is not None
-
-
 def decode_pixels(data: bytes, crop: Crop | None = None) -> np.ndarray:
     """Decode the RGB picture of encoded bytes, (H, W, 3) uint8, as `decode_image` decodes it.
 
@@ -397,7 +389,8 @@ def pictures(
     Args:
         transform: PIL image -> tensor (C, H, W).
     """
-    if not has_decoder():
+    if simplejpeg is None:
+        logging.warning("simplejpeg is not installed: pictures are decoded and resized by PIL.")
         return transform, decode_image
     arrays = on_arrays(transform)
     if arrays is None:

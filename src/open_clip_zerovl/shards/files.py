@@ -123,13 +123,13 @@ def write_retrieval_set(folder: str | Path, samples: Sequence[Sample]) -> int:
 
 
 def mark_retrieval_set(folder: str | Path, split: str, shards: int) -> None:
-    """Call when all shards of a split are written: only a folder with these files is scored, never an incomplete one."""
+    """Mark a split whose shards are all written: only a folder with these files is scored, never an incomplete one."""
     write_atomically(Path(folder, split, SHARD_COUNT), f"{shards}\n")
     write_atomically(Path(folder, RETRIEVAL_MARK), "retrieval\n")
 
 
 def parse_sizes(text: str | bytes, where: str | Path) -> dict[str, int]:
-    """Shard name -> samples, from the text of a `sizes.json`.
+    """Parse the text of a `sizes.json` to the samples of each shard by its name.
 
     Args:
         where: the file, for messages.
