@@ -225,19 +225,13 @@ def test_a_rotten_sample(tmp_path, kind):
 def test_a_rotten_shard(tmp_path, kind, caplog):
     damage, lost = SHARDS[kind]
     folder = two_shards(tmp_path / "s")
-    sources = parse_sources(f"s={folder}/{{0..1}}.tar")
     damage(folder / "0.tar")
-    if kind.endswith("than counted"):
-        sources = parse_sources(f"s={folder}")
+    sources = parse_sources(f"s={folder}/{{0..1}}.tar")
     loader = loader_of(sources)
-    batches = list(loader)
-    seen = torch.cat([ids for _, ids, _ in batches]).tolist()
+    seen = torch.cat([ids for _, ids, _ in loader]).tolist()
     assert len(seen) == sources[0].num_samples // 2 * 2
     counted = loader.lost.get("s", {})
-    if -1 in lost.values():
-        assert counted.keys() == lost.keys()
-    else:
-        assert counted == lost
+    assert counted.keys() == lost.keys() and (counted == lost or kind == "a truncated gzip")
     if lost and kind != "fewer samples than counted":
         assert set(range(SIZE, 2 * SIZE)) <= set(
             seen
@@ -290,6 +284,16 @@ def test_a_stalled_pipe_ends_with_a_sentence(workers, tmp_path, monkeypatch):
     ):
         list(loader)
     assert time.monotonic() - begin < 40
+
+
+def test_a_lost_worker_is_named_below_the_error_of_a_checkpoints_writer(tmp_path):
+    loader = loader_of(parse_sources(f"s={write_source(tmp_path / 's', 0, 4, 4)}"))
+    error = RuntimeError(
+        "unexpected pos 272000 vs 271888"
+    )  # torch's, if a worker is lost meanwhile
+    assert loader.explain(error) is None
+    error.__context__ = RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
+    assert "a loader worker of rank 0 was lost" in loader.explain(error)
 
 
 ENDS_BY_AN_EXCEPTION = """

@@ -77,7 +77,7 @@ def changed_in_place(file: Path) -> None:
         other = bytes([*content[:-20], content[-20] ^ 1, *content[-19:]])
     file.write_bytes(other)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert (file.stat().st_size, file.stat().st_ino) == (status.st_size, status.st_ino)
+    assert file.stat().st_size == status.st_size
 
 
 @pytest.mark.parametrize("form", FORMS)

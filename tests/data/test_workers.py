@@ -7,8 +7,10 @@ import multiprocessing
 import multiprocessing.queues
 import os
 import signal
+import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +23,7 @@ from open_clip_zerovl.data.workers import (
     ItemSet,
     PooledBatch,
     read_batches,
+    worker_start,
 )
 from support.loading import loader_of
 from support.tars import write_source
@@ -179,6 +182,21 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_reading(item):
         match=r"a loader worker was lost .*; if memory or /dev/shm is full, lower --workers",
     ):
         list(read_batches(Items(item, item), list, num_workers=1))
+
+
+def test_the_end_of_the_other_process_prints_no_traceback(capsys, monkeypatch):
+    """After Ctrl-C one followed the sentence, once in 40 kills: of the thread that hands over a batch, or of a finalizer."""
+    for error in (EOFError(), ConnectionResetError(), ValueError("a defect")):
+        workers_module._unless_left(type(error), error, None)
+    assert capsys.readouterr().err == "ValueError: a defect\n"
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    worker_start()
+    worker_start()  # of a second loader
+    lost = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    for error in (lost, ValueError("a defect")):
+        sys.unraisablehook(SimpleNamespace(exc_value=error))
+    assert [type(ignored.exc_value) for ignored in reported] == [ValueError]
 
 
 LIKE = torch.empty(

@@ -20,6 +20,7 @@ import multiprocessing.queues
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -55,6 +56,8 @@ def worker_start() -> Callable[[int], None]:
     a job. A training process that handles SIGTERM, SIGUSR1 or Ctrl-C still needs data until it has written a checkpoint. So a
     worker ignores these signals, and `MixtureLoader` ends it by SIGKILL.
     """
+    if getattr(sys.unraisablehook, "func", None) is not _unless_a_worker_is_lost:
+        sys.unraisablehook = partial(_unless_a_worker_is_lost, sys.unraisablehook)
     # From another thread than the main one, the end of the process is not noticed (`processes.end_with_parent`).
     in_main_thread = threading.current_thread() is threading.main_thread()
     return partial(_begin_worker, parent=os.getpid() if in_main_thread else None)
@@ -69,6 +72,22 @@ def _begin_worker(_worker: int, *, parent: int | None) -> None:
         end_with_parent(signal.SIGKILL, parent)
     # By default the thread that hands over batches drops one that it cannot hand over, and the caller waits for it for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+    sys.excepthook = _unless_left  # of the thread that hands over the memory of a batch
+
+
+def _unless_left(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print the traceback of an error, but for that of a process that ended while it took a batch."""
+    if not issubclass(kind, EOFError | ConnectionError):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _unless_a_worker_is_lost(report: Callable[[Any], Any], ignored: Any) -> None:
+    """Report an error that a finalizer cannot raise, but for that of torch's signal handler.
+
+    The next batch finds the worker dead.
+    """
+    if not str(ignored.exc_value).startswith(_LOST):
+        report(ignored)
 
 
 def _end_worker(error: BaseException, _batch: object) -> None:
