@@ -13,16 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from timm.layers import LayerScale
-from torch import nn
+from safetensors.torch import load_file
 
 from open_clip_zerovl.checkpoints.export import export_local_dir
 from open_clip_zerovl.checkpoints.loading import load_model
 from open_clip_zerovl.checkpoints.transformers_folder import (
     TOLERANCE,
     export_transformers,
-    whole_model,
 )
 from open_clip_zerovl.cli import main
 from open_clip_zerovl.core.errors import UserError
@@ -243,28 +240,6 @@ def test_an_export_can_be_trained_or_its_card_and_message_name_the_one_that_can(
     ]
     destroyed = name == "tf-plain-bert"  # the text's pooler is a tiny multiple of the identity
     assert images > 0.999 and (texts < 0.999) == destroyed and said == [destroyed, destroyed]
-
-
-def test_the_layer_scales_of_timms_dinov2_are_kept(home, tmp_path):
-    from transformers import AutoModel
-
-    model = random_model("tf-timm-bert").eval()
-    for block in model.visual.trunk.blocks:
-        for name in ("ls1", "ls2"):
-            scale = LayerScale(model.visual.trunk.embed_dim)
-            nn.init.uniform_(scale.gamma)
-            setattr(block, name, scale)
-    config, tensors, _ = whole_model(model)
-    config.save_pretrained(tmp_path)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        tmp_path / "model.safetensors",
-    )
-    theirs = AutoModel.from_pretrained(tmp_path).eval()
-    pixels = torch.randn(2, 3, *model.visual.image_size)
-    with torch.no_grad():
-        found = theirs.visual_projection(theirs.vision_model(pixels).pooler_output)
-        assert torch.allclose(found, model.encode_image(pixels), rtol=0, atol=1e-5)
 
 
 def test_the_exports_check_finds_a_tensor_that_was_misplaced(tmp_path, home, monkeypatch):

@@ -51,16 +51,11 @@ def test_quick_way_agrees_with_scikit_learn_on_the_same_features():
 
 def test_the_fifth_that_chooses_c_holds_a_fifth_of_each_class():
     targets = np.repeat([0, 1, 2], [50, 20, 5])
-    for seed in range(5):
-        held, rest = stratified_fifth(targets, seed)
-        assert np.bincount(targets[held]).tolist() == [10, 4, 1]
-        assert sorted([*held, *rest]) == list(range(75))
+    held, rest = stratified_fifth(targets, 0)
+    assert np.bincount(targets[held]).tolist() == [10, 4, 1]
+    assert sorted([*held, *rest]) == list(range(75))
     held, rest = stratified_fifth(np.arange(20) // 2, 0)  # ten classes of two: each keeps one
-    assert (
-        len(held) == 4
-        and set(targets[rest].tolist()) >= {0}
-        and len(np.unique((np.arange(20) // 2)[rest])) == 10
-    )
+    assert len(held) == 4 and len(np.unique((np.arange(20) // 2)[rest])) == 10
     with pytest.raises(UserError, match="leave none to choose C"):
         stratified_fifth(np.arange(8), 0)
 
