@@ -43,11 +43,14 @@ from support.two_towers import MODELS, Adapter, Metric, loss_for, noisy, tokens_
 
 
 class LossOfViews(ClipLoss):
-    """open_clip's loss of the texts with each of an image's two features."""
+    """open_clip's loss of each of two features of an image with one of two features of its text."""
 
-    def forward(self, image_features, text_features, logit_scale, second, output_dict=True):
-        sides, loss = {"first": image_features, "second": second}, super().forward
-        return {name: loss(side, text_features, logit_scale) for name, side in sides.items()}
+    def forward(self, image_features, text_features, logit_scale, view, words, output_dict=True):
+        loss = super().forward
+        return {
+            "first": loss(image_features, text_features, logit_scale),
+            "second": loss(view, words, logit_scale),
+        }
 
 
 LOSSES = {  # called with rank and world_size
@@ -80,7 +83,7 @@ OVER_RANKS = tuple(name for name in MODELS if "noise" not in name and "two texts
 MODELS_WITH_SCALE = ("ViT and BERT", "open_clip.CLIP", "not open_clip's", "frozen visual")
 # without the width of the matrix that a loss learns
 NARROW = ("tied embeddings", "not open_clip's", "noise of Python and NumPy", "CoCa")
-FROZEN = (None, "visual", "text", "visual.proj", "text.proj", "logit_scale")
+FROZEN = (None, "visual", "text", "visual.proj", "text.proj", "logit_scale", "all else")
 IN_FP32 = ("ViT and BERT", "open_clip.CLIP", "LoRA", "checkpointing", "CoCa")
 FORMS_OF_LOSS = {
     "itself": lambda loss: loss,
@@ -89,6 +92,7 @@ FORMS_OF_LOSS = {
 }
 DDP_OPTIONS = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
 SHARP = {torch.float64: 1e-12, torch.float32: 5e-5}
+HALF = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 Step = dict[str, Any]  # the loss, the gradients, and the random state after a step
 
 
@@ -118,34 +122,42 @@ def cases(
     for _ in range(1, ranks):  # open_clip's losses need as many samples on each rank
         of_rank = st.permutations(sizes[0]) if loss in OPEN_CLIPS else micro_batches
         sizes.append(draw(of_rank))
-    in_fp32 = model in IN_FP32 and loss != "one that learns" and draw(st.booleans())
-    learns, training = loss == "one that learns", draw(st.booleans())
-    terms = "captions" if model == "CoCa" else draw(st.sampled_from(["none", "three"]))
+    learns, dtype = loss == "one that learns", torch.float64
+    if model in IN_FP32 and not learns:
+        dtype = draw(st.sampled_from([dtype, dtype, torch.float32, torch.float32, torch.bfloat16]))
+    # texts of other images in a micro-batch, in the one graph under other masks
+    rows_apart = MODELS[model][1] == batches and "crossing" not in model
+    shuffled = rows_apart and draw(st.sampled_from([False, False, False, True]))
+    terms = "captions" if model == "CoCa" else draw(st.sampled_from(["none", "none", "three"]))
     most = min(most_graphs(len(of), ranks) for of in sizes)
+    # a model that returns its bias itself: DDP takes it for unused
+    options = st.sampled_from(
+        [{}] if model in ("checkpointing", "with a bias") else [{}, DDP_OPTIONS]
+    )
+    ddp = draw(options if ranks > 1 else st.one_of(st.none(), options))
+    deferred = draw(st.booleans())
     return {
         "model": model,
         "loss": loss,
-        "terms": terms,
+        "terms": "none" if shuffled else terms,
         "sizes": sizes,
         "retain": draw(st.sampled_from([*range(most + 1), "auto"])),
-        "frozen": draw(st.sampled_from(FROZEN)),
-        "dtype": torch.float32 if in_fp32 else torch.float64,
-        "autocast": in_fp32 and draw(st.booleans()),
-        "training": training,
-        "deferred": draw(st.booleans()),
+        # a bfloat16 number alone may be rounded to either side
+        "frozen": draw(st.sampled_from(FROZEN[: -1 if dtype == torch.bfloat16 else None])),
+        "dtype": dtype,
+        # by the step, or by its caller around the first pass
+        "autocast": draw(st.sampled_from(["", "step", "caller"])) if dtype == torch.float32 else "",
+        "no_grad": not deferred and draw(st.booleans()),
+        "training": not shuffled and draw(st.sampled_from([True, True, False])),
+        "deferred": deferred,
         "noisy": draw(st.booleans()),
-        # texts of other images in a micro-batch, in the one graph under other masks
-        "shuffled": draw(st.booleans())
-        and (terms, training, MODELS[model][1]) == ("none", False, batches),
-        "adapter": ranks > 1 and draw(st.booleans()),
-        # a model that returns its bias itself: DDP takes it for unused
-        "ddp": DDP_OPTIONS
-        if ranks > 1 and model not in ("checkpointing", "with a bias") and draw(st.booleans())
-        else {},
-        "loss_in_ddp": ranks > 1 and learns and draw(st.booleans()),
+        "shuffled": shuffled,
+        "adapter": ddp is not None and draw(st.booleans()),
+        "ddp": ddp,
+        "loss_in_ddp": ddp is not None and learns and draw(st.booleans()),
         "form": draw(st.sampled_from([*FORMS_OF_LOSS][: 3 if learns else 2])),
         # over ranks each hook sees its rank's own gradient: test_ranks.py
-        "hooked": ranks == 1 and draw(st.booleans()),
+        "hooked": ddp is None and draw(st.booleans()),
         "added": draw(st.booleans()),
         "steps": draw(st.integers(1, 2)),
         "scale": draw(st.sampled_from([1.0, 1.0, 2.0**10])),
@@ -160,6 +172,9 @@ def built(case: dict[str, Any], **ranks: int) -> tuple[torch.nn.Module, Any, dic
     named = dict(model.named_modules()) | dict(model.named_parameters())
     if case["frozen"] in named:
         named[case["frozen"]].requires_grad_(False)
+    elif case["frozen"] == "all else" and "logit_scale" in named:
+        model.requires_grad_(False)
+        named["logit_scale"].requires_grad_(True)
     extras: dict[str, Any] = {"terms": TERMS[case["terms"]]}
     if case["loss"] in DISTILLED:
         extras["teacher"] = make().to(case["dtype"]).eval()
@@ -168,8 +183,7 @@ def built(case: dict[str, Any], **ranks: int) -> tuple[torch.nn.Module, Any, dic
                 parameter.mul_(1.1)
     if case["hooked"]:
         bend_gradients(model)
-    half = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-    extras["autocast"] = half if case["autocast"] else nullcontext
+    extras["autocast"] = HALF if case["autocast"] else nullcontext
     return model.train(case["training"]), loss_for(model, LOSSES[case["loss"]](**ranks)), extras
 
 
@@ -185,14 +199,14 @@ def bend_gradients(model: torch.nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(halve)
 
 
-def further(case: dict[str, Any]) -> list[str]:
-    return ["second"] if case["model"] == "a second view" else []
+def further(case: dict[str, Any]) -> dict[str, str]:
+    return {"view": "images", "words": "texts"} if case["model"] == "a second view" else {}
 
 
 def noise(images: Any, texts: Any, *further: Any) -> tuple[Any, Any]:
     """Prepare inputs with random numbers, as an augmentation on the device does."""
     if isinstance(images, torch.Tensor) and images.is_floating_point():
-        images = images + torch.rand_like(images)
+        images = images + torch.rand(images.shape).to(images.dtype)
     return images, texts
 
 
@@ -218,13 +232,16 @@ def shuffled(case: dict[str, Any], micro_batches: list[Any]) -> tuple[list[Any],
 
 
 def batches_of(case: dict[str, Any]) -> list[list[Any]]:
-    """The micro-batches of each rank."""
+    """The micro-batches of each rank, with a weight of each sample for the terms."""
     sizes = [size for of_rank in case["sizes"] for size in of_rank]
-    every = iter(MODELS[case["model"]][1](sizes))
-    of_ranks = [[next(every) for _ in sizes] for sizes in case["sizes"]]
-    if case["dtype"] == torch.float32:
-        of_ranks = [[(images.float(), texts) for images, texts in each] for each in of_ranks]
-    return of_ranks
+    every = MODELS[case["model"]][1](sizes)
+    if case["dtype"] != torch.float64:
+        every = [(images.to(case["dtype"]), texts) for images, texts in every]
+    if case["terms"] == "three":
+        weights = torch.linspace(0.5, 2, sum(sizes), dtype=torch.float64).split(sizes)
+        every = [(*each, of_each) for each, of_each in zip(every, weights, strict=True)]
+    following = iter(every)
+    return [[next(following) for _ in sizes] for sizes in case["sizes"]]
 
 
 def gradients_of(case: dict[str, Any], model: Any, loss: Any) -> dict[str, torch.Tensor]:
@@ -237,6 +254,10 @@ def gradients_of(case: dict[str, Any], model: Any, loss: Any) -> dict[str, torch
     for name, parameter in learned:
         parameter.grad = found[name].clone() if case["added"] and name in found else None
     return found
+
+
+def is_half(case: dict[str, Any]) -> bool:
+    return bool(case["autocast"]) or case["dtype"] == torch.bfloat16
 
 
 def seed_all(seed: int) -> None:
@@ -253,35 +274,46 @@ def steps_of(case: dict[str, Any], rank: int = 0, **options: Any) -> tuple[list[
     """The decoupled steps of one of the ranks, and the model's buffers after them."""
     ranks = len(case["sizes"])
     model, loss, extras = built(case, rank=rank, world_size=ranks)
+    if case["autocast"] == "caller":
+        extras["autocast"] = nullcontext
     scaler = None if case["deferred"] else torch.amp.GradScaler("cpu", init_scale=case["scale"])
     wrapped = FORMS_OF_LOSS[case["form"]](loss)
     if case["loss_in_ddp"]:
         wrapped = DistributedDataParallel(loss, find_unused_parameters=True)
-    of_rank = DistributedDataParallel(model, **case["ddp"]) if ranks > 1 else model
+    of_rank = model if case["ddp"] is None else DistributedDataParallel(model, **case["ddp"])
     step = DecoupledGradientAccumulation(
         Adapter(of_rank) if case["adapter"] else of_rank,
         wrapped,
         retain=case["retain"],
         scaler=scaler,
-        features=dict.fromkeys(further(case), "images"),
+        features=further(case),
         **{"check": "always", **extras, **options},
     )
+    caller = {"caller": HALF}.get(case["autocast"], nullcontext)
     micro_batches, order = shuffled(case, batches_of(case)[rank])
     inputs = inputs_of(case, rank) | order
     prepare = noise if case["noisy"] else None
     steps: list[Step] = []
     for number in range(case["steps"]):
         seed_all(case["seed"] + 10 * number + rank)
+        if case["deferred"] and not case["training"]:
+            with caller(), torch.no_grad():  # an evaluation: nothing waits for a backward pass
+                alone = step.loss(micro_batches, prepare=prepare, **inputs)
+            seed_all(case["seed"] + 10 * number + rank)
+        with caller(), torch.set_grad_enabled(not case["no_grad"]):
+            if case["deferred"]:
+                total = step.loss(micro_batches, prepare=prepare, **inputs)
+            else:
+                total = step.backward(micro_batches, prepare=prepare, **inputs)["loss"]
+        ended = random_state()
+        if case["deferred"] and not case["training"]:
+            bound = 1e-2 if is_half(case) else 1e-5 if case["dtype"] == torch.float32 else 1e-12
+            assert not alone.requires_grad and abs(alone - total.detach()) <= bound * abs(alone)
         if case["deferred"]:
-            total = step.loss(micro_batches, prepare=prepare, **inputs)
-            ended = random_state()
             torch.rand(3)  # numbers that a caller draws in between are not drawn again
             after = random_state()
             (case["scale"] * total).backward()
             assert random_state() == after
-        else:
-            total = step.backward(micro_batches, prepare=prepare, **inputs)["loss"]
-            ended = random_state()
         found = gradients_of(case, model, loss)
         unscaled = {name: gradient / case["scale"] for name, gradient in found.items()}
         steps.append({"loss": total.detach(), "gradients": unscaled, "ended": ended})
@@ -332,7 +364,7 @@ def buffers_of(case: dict[str, Any], model: torch.nn.Module) -> list[list[torch.
                 buffer.copy_(value)
             with torch.no_grad(), extras["autocast"]():
                 for micro_batch in of_rank:
-                    model(*(noise(*micro_batch) if case["noisy"] else micro_batch))
+                    model(*(noise(*micro_batch) if case["noisy"] else micro_batch[:2]))
             of_ranks.append([buffer.clone() for buffer in model.buffers()])
     return of_ranks
 
@@ -340,16 +372,18 @@ def buffers_of(case: dict[str, Any], model: torch.nn.Module) -> list[list[torch.
 def check(case: dict[str, Any], of_ranks: list[tuple[list[Step], Any]]) -> None:
     """Assert that the steps of every rank are those of one graph."""
     dtype, (wanted, buffers) = case["dtype"], one_graphs_of(case)
-    exact = one_graphs_of(case | {"autocast": False})[0] if case["autocast"] else wanted
-    close = {"rtol": 1e-2, "atol": 1e-2} if case["autocast"] else {}
+    half, exact, close = is_half(case), wanted, {}
+    if half:
+        exact, _ = one_graphs_of(case | {"autocast": "", "dtype": torch.float32})
+        close = {"rtol": 1e-2, "atol": 1e-2}
     for step, one in enumerate(wanted):  # with local_loss a rank has the part of its own rows
         losses = torch.stack([steps[step]["loss"] for steps, _ in of_ranks])
         torch.testing.assert_close(losses.mean(), one["loss"], **close, msg=f"loss of {case}")
     for (steps, own_buffers), wanted_buffers in zip(of_ranks, buffers, strict=True):
-        for found, one, without_autocast in zip(steps, wanted, exact, strict=True):
+        for found, one, in_fp32 in zip(steps, wanted, exact, strict=True):
             grads, of_one = found["gradients"], one["gradients"]
-            if case["autocast"]:
-                whole = without_autocast["gradients"]
+            if half:
+                whole = in_fp32["gradients"]
                 assert error_of_all(grads, whole) <= 1.5 * error_of_all(of_one, whole), case
             else:
                 assert error(grads, of_one) <= TOLERANCE[dtype], case
@@ -375,16 +409,15 @@ MANY = int(os.environ.get("EXAMPLES", "400"))  # 5000 for as many as one likes
 CONTROL = {"check": "never", "replay_rng": False}
 
 
-PLAIN = {"terms": "none", "frozen": None, "dtype": torch.float64, "autocast": False}
+PLAIN = {"terms": "none", "frozen": None, "dtype": torch.float64, "autocast": "", "form": "itself"}
 PLAIN |= dict.fromkeys(
-    ("deferred", "noisy", "shuffled", "adapter", "loss_in_ddp", "hooked", "added"), False
+    ("deferred", "noisy", "no_grad", "shuffled", "adapter", "loss_in_ddp", "hooked", "added"), False
 )
-PLAIN |= {"ddp": {}, "form": "itself"}
 # One rank keeps its only graph and the other replays: DDP's own collectives met in another order. Both models have buffers.
 UNLIKE = [
     PLAIN
     | {"model": model, "loss": "ours", "sizes": sizes, "retain": 1, "training": True}
-    | {"steps": 2, "scale": 1.0, "seed": 0}
+    | {"steps": 2, "scale": 1.0, "seed": 0, "ddp": {}}
     for model in ("shared projection", "two images")
     for sizes in ([[2], [2, 2, 3]], [[3, 2], [2]])
 ]
@@ -399,32 +432,14 @@ def masked(case: dict[str, Any]) -> dict[str, Any]:
     return case | PLAIN | {"model": "ViT and BERT", "loss": "ours", "training": True, "retain": 0}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_steps_of_every_kind_of_model_are_exact(model):
-    """With a seed of its own: else every model draws the same losses, terms and sizes."""
-
-    @seed(crc32(model.encode()))
-    @settings(max_examples=5, **QUIET)
-    @given(cases((model,)))
-    def property_of(case):
-        check(case, [steps_of(case)])
-
-    property_of()
-
-
-@pytest.mark.slow  # some hundred steps
-@settings(max_examples=MANY, **QUIET)
-@given(cases())
-def test_many_random_steps_are_exact(case):
-    check(case, [steps_of(case)])
-
-
-@settings(max_examples=2, **QUIET)
-@given(cases())
-def test_with_other_masks_in_the_replay_they_are_not(caplog, case):
-    with pytest.raises(AssertionError):
-        check(masked(case), [steps_of(masked(case), **CONTROL)])
-    assert "gradients are WRONG" in caplog.text
+def check_alone(case: dict[str, Any]) -> None:
+    """Assert it of one process, where autocast of the caller is that of the step: the loss has none."""
+    mine = steps_of(case)
+    check(case, [mine])
+    if case["autocast"] == "caller":
+        own, _ = steps_of(case | {"autocast": "step"})
+        for one, other in zip(mine[0], own, strict=True):
+            torch.testing.assert_close(one["loss"], other["loss"])
 
 
 def some_of(space: Any, count: int, of: str = "") -> list[dict[str, Any]]:
@@ -433,6 +448,29 @@ def some_of(space: Any, count: int, of: str = "") -> list[dict[str, Any]]:
     draw = given(space)(lambda case: drawn.append(case))
     seed(crc32(of.encode()))(settings(max_examples=count + 1, **QUIET)(draw))()
     return drawn[1:]
+
+
+@pytest.mark.parametrize("kind", [*MODELS, *LOSSES])
+def test_steps_of_every_kind_of_model_are_exact(kind, one_rank):
+    """Of each model and of each loss, with a seed of its own: else every model draws the same losses, terms and sizes."""
+    space = cases((kind,)) if kind in MODELS else cases(only=kind)
+    for case in some_of(space, 5, of=kind):
+        check_alone(case)
+
+
+@pytest.mark.slow  # some hundred steps
+@settings(max_examples=MANY, **QUIET)
+@given(cases())
+def test_many_random_steps_are_exact(one_rank, case):
+    check_alone(case)
+
+
+@settings(max_examples=2, **QUIET)
+@given(cases())
+def test_with_other_masks_in_the_replay_they_are_not(caplog, one_rank, case):
+    with pytest.raises(AssertionError):
+        check(masked(case), [steps_of(masked(case), **CONTROL)])
+    assert "gradients are WRONG" in caplog.text
 
 
 @pytest.mark.timeout(1800)

@@ -15,12 +15,19 @@ from open_clip_zerovl.dga.replay import GradientHooks, ReplayCheck
 from open_clip_zerovl.dga.retain import Retention
 from open_clip_zerovl.dga.step import DecoupledGradientAccumulation, ReplayError
 from open_clip_zerovl.losses import ContrastiveLoss
-from support.dga_reference import TOLERANCE, VOCABULARY, batches, error, gradients, one_graph
+from support.dga_reference import (
+    TOLERANCE,
+    VOCABULARY,
+    batches,
+    bert_clip,
+    error,
+    gradients,
+    one_graph,
+)
 from support.programs import run_ranks
 from support.two_towers import seeded
 
 EXACT = TOLERANCE[torch.float64]
-SEED = 5
 
 
 class Towers(nn.Module):
@@ -72,35 +79,26 @@ def returning(**outputs):
 
 TWO, OUTSIDE = batches([2, 2]), nn.Parameter(torch.ones(8, 1, dtype=torch.float64))
 IMAGES, TEXTS = TWO[0]
+TUPLE = bert_clip()
+TUPLE.output_dict = False
 # the sentence -> what is given in place of two towers, our loss, and two micro-batches of two; or a micro-batch
 REFUSED = {
     "made for world_size=2": {"loss": ContrastiveLoss(rank=0, world_size=2)},
     "check must be .* 'sometimes'": {"check": "sometimes"},
     **{f"retain must be .* {retain!r}": {"retain": retain} for retain in (-1, 1.5, "all", True)},
     "retain=3 graphs .* 2 micro-batches .* at most 2": {"retain": 3},
-    "no parameters": {"model": nn.Identity()},
     "No parameter of the model is trainable": {"model": seeded(Towers).requires_grad_(False)},
-    "read twice, but is empty": {"micro_batches": []},
-    "read twice, but is list_iterator": {"micro_batches": iter(TWO)},
     "Micro-batch 0 must be a pair .* is a Tensor of 0": {"micro_batches": [IMAGES]},
     "is a tuple of 1; parts after": (IMAGES,),
     "is a tuple of 3; parts after": (IMAGES, TEXTS, TEXTS),
     r"images are \[2\] and those of its texts \[1\]": (IMAGES, TEXTS[:1]),
-    r"images are \[0\] and those of its texts \[0\]": (IMAGES[:0], TEXTS[:0]),
     r"its texts \[2, 1\]": (IMAGES, {"a": TEXTS, "b": TEXTS[:1]}),
     r"its texts \[2, None\]": (IMAGES, {"input_ids": TEXTS, "words": ["a", "b"]}),
-    r"its texts \[None\]": (IMAGES, torch.tensor(1)),
-    r"its texts \[\]": (IMAGES, {}),
     "returned labels, logits, which would get no gradient": returning(logits=0, labels=0),
     r"image_features of 2 samples .* \(3, 4\)": returning(image_features=torch.ones(3, 4)),
-    "text_features must be a floating point tensor, but is a list": returning(text_features=[1]),
     r"must be .*, but is torch\.int64": returning(text_features=torch.ones(2, 4).long()),
-    r"must be .*, but is torch\.complex64": returning(text_features=torch.ones(2, 4) * 1j),
     "logit_scale must be a floating point tensor, but is a float": returning(logit_scale=20.0),
-    "returned Tensor; create open_clip models with output_dict=True": {"model": nn.Bilinear(1, 1, 1)},
-    "must return one number as a tensor, .* a float": {"loss": lambda **_: 3.0},
-    r"returned a tensor of shape \(2,\)": {"loss": lambda **_: {"a": torch.ones(2)}},
-    "returned a dict": {"loss": lambda **_: {}},
+    "returned tuple; create open_clip models with output_dict=True": {"model": TUPLE},
     **{
         f"'{name}' beside contrastive_loss.*summed twice": {"loss": with_total(name, ClipLoss())}
         for name in ("loss", "total_loss")
@@ -118,8 +116,6 @@ def test_what_cannot_be_exact_is_refused(sentence):
         given = {"micro_batches": [given]}
     given = {"model": seeded(Towers), "micro_batches": TWO, **given}
     model, micro_batches = given.pop("model"), given.pop("micro_batches")
-    if isinstance(model, nn.Bilinear):
-        micro_batches = [(torch.ones(2, 1), torch.ones(2, 1))]
     with pytest.raises(UserError, match=sentence):
         step_of(model, **given).backward(micro_batches)
 
@@ -138,22 +134,15 @@ class PredictedScale(Towers):
         return (self.logit_scale + image.mean()).exp()
 
 
-class DroppedScale(Towers):
-    def scale(self, image):
-        return (
-            self.logit_scale + nn.functional.dropout(self.logit_scale, 0.5, self.training)
-        ).exp()
-
-
-@pytest.mark.parametrize("make", [PredictedScale, DroppedScale])
 @pytest.mark.parametrize("retain", [0, 1, 2, 4])
-def test_a_logit_scale_that_depends_on_the_micro_batch_is_refused(make, retain):
-    torch.manual_seed(SEED)
+def test_a_logit_scale_that_depends_on_the_micro_batch_is_refused(retain):
     with pytest.raises(
         ReplayError, match="logit_scale of micro-batch [0-3] is another than that of the last one"
     ):
-        step_of(seeded(make), retain=retain).backward(batches([3, 2, 2, 4]))
-    step_of(seeded(make), retain=min(retain, 1)).backward(batches([5]))  # which has one scale
+        step_of(seeded(PredictedScale), retain=retain).backward(batches([3, 2, 2, 4]))
+    step_of(seeded(PredictedScale), retain=min(retain, 1)).backward(
+        batches([5])
+    )  # which has one scale
 
 
 # ------------------------------------------------------------------------------------- 2: weights that change in a step
@@ -265,16 +254,6 @@ FEATURES = ("image_features", "text_features")
 def test_a_forward_without_gradient_is_refused(of, retain):
     with pytest.raises(UserError, match=r"computes no gradient for (image\.1\.weight|logit_scale)"):
         step_of(seeded(lambda: WithoutGraph(of)), retain=retain).backward(batches([3, 2, 2]))
-
-
-@pytest.mark.parametrize("retain", [0, 1, 3])
-def test_a_scale_that_is_trained_alone_is_not(retain):
-    micro_batches = batches([3, 2, 2])
-    alone = seeded(Towers).requires_grad_(False)
-    alone.logit_scale.requires_grad_(True)
-    _, wanted = one_graph(alone, ClipLoss(), micro_batches)
-    step_of(alone, retain=retain).backward(micro_batches)
-    assert error(gradients(alone), wanted) <= EXACT
 
 
 # ------------------------------------------------------------------------------------ 5: hooks, totals, process groups

@@ -12,7 +12,6 @@ LIBRARIES = {
     "accelerate": "accelerate",
     "lightning": "lightning",
     "clip": "accelerate",
-    "clip with a term": "accelerate",
     "siglip2": "accelerate",
 }
 

@@ -114,12 +114,7 @@ def lightning(towers_alone: bool = True):
     return own_loop(train, epochs=STEPS)
 
 
-def skewness(outputs, images, texts):
-    """A term whose mean over samples is not that of the means of unequal micro-batches."""
-    return {"skewness": (outputs["image_features"].pow(3).sum(), len(outputs["image_features"]))}
-
-
-def hugging_face(model, rows, loss, terms=None):
+def hugging_face(model, rows, loss):
     """The documented trainer: one step in an epoch."""
     from transformers import TrainingArguments, default_data_collator
 
@@ -129,11 +124,7 @@ def hugging_face(model, rows, loss, terms=None):
         {k: v for k, v in batch.items() if (k == "input_ids") == text} for text in (False, True)
     ]
 
-    def loss_with_terms(**outputs):
-        added = terms(outputs, *sides) if terms is not None else {}
-        return loss()(**outputs) + sum(total / count for total, count in added.values())
-
-    wanted = whole(model, loss_with_terms, lambda inner: scope["HuggingFaceTowers"](inner)(*sides))
+    wanted = whole(model, loss(), lambda inner: scope["HuggingFaceTowers"](inner)(*sides))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -149,8 +140,7 @@ def hugging_face(model, rows, loss, terms=None):
             disable_tqdm=True,
             remove_unused_columns=False,
         )
-        chosen = {"large_loss": loss, "terms": terms and staticmethod(terms)}
-        kind = type("Chosen", (scope["LargeBatchTrainer"],), chosen)
+        kind = type("Chosen", (scope["LargeBatchTrainer"],), {"large_loss": loss})
         trainer = kind(
             model=model,
             args=arguments,
@@ -171,7 +161,7 @@ def texts(generator) -> dict:
     return {"input_ids": torch.randint(3, VOCABULARY, (CONTEXT,), generator=generator)}
 
 
-def clip(terms=None):
+def clip():
     from transformers import CLIPConfig, CLIPModel
 
     text = {
@@ -188,7 +178,7 @@ def clip(terms=None):
         {"pixel_values": torch.randn(3, 32, 32, generator=generator).double(), **texts(generator)}
         for _ in pairs()
     ]
-    return hugging_face(model, rows, ContrastiveLoss, terms)
+    return hugging_face(model, rows, ContrastiveLoss)
 
 
 def siglip2():
@@ -233,7 +223,6 @@ def main() -> None:
     torch.manual_seed(0)
     example = {"accelerate": accelerate, "lightning": lightning, "clip": clip, "siglip2": siglip2}
     example |= {
-        "clip with a term": lambda: clip(skewness),
         "lightning's own ddp": lambda: lightning(towers_alone=False),
     }
     model, wanted = example[sys.argv[1]]()

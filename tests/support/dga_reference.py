@@ -151,7 +151,8 @@ def one_graph(
     for name in of_terms[0] if of_terms else ():
         pairs = [each[name] for each in of_terms]
         if isinstance(pairs[0], tuple):
-            value = value + sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+            count = sum(count for _, count in pairs)
+            value = value + sum(total for total, _ in pairs) / (count or 1)  # nothing: no loss
         else:
             value = value + sum(pairs)
     value.backward()

@@ -34,10 +34,13 @@ def tiny_coca(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
 def padded_batches(
     sizes: Sequence[int], dtype: torch.dtype = torch.float64, seed: int = 1
 ) -> list[tuple[Tensor, Tensor]]:
-    """Text j of a micro-batch has j + 2 tokens fewer than the context, so that counts of tokens differ."""
+    """Text j of a micro-batch has j + 2 tokens fewer than the context, so that counts of tokens differ.
+
+    The first has no label.
+    """
     padded = []
     for k, (images, texts) in enumerate(batches(sizes, dtype, seed)):
         for j, text in enumerate(texts):
-            text[CONTEXT - 2 - (j + 3 * k) % (CONTEXT - 4) :] = PAD
+            text[CONTEXT - 2 - (j + 3 * k) % (CONTEXT - 4) if k else 1 :] = PAD
         padded.append((images, texts))
     return padded

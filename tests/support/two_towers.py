@@ -131,13 +131,15 @@ def noisy(image_features, text_features, logit_scale, output_dict):
     return ClipLoss()(*sides, logit_scale, output_dict=output_dict)
 
 
-def tokens_and_experts(outputs, *inputs):
-    """Return a mean over counted entries with a dropout of its own, a mean over samples, and a sum alone with the scale."""
+def tokens_and_experts(outputs, inputs, _, weights):
+    """Return a mean over counted entries with a dropout of its own, one of weighed samples, and a sum alone with the scale."""
     images, texts = outputs["image_features"], outputs["text_features"]
     noisy_images = nn.functional.dropout(images, 0.3)
+    if isinstance(inputs, torch.Tensor):
+        weights = weights * inputs.double().flatten(1).mean(1).sin()
     return {
         "tokens": (0.3 * (noisy_images.pow(3) * (images > 0)).sum(), (images > 0).sum()),
-        "balance": ((images.mean(0) * texts.mean(0)).sum() * len(images), len(images)),
+        "weighed": ((images[:, 0] * texts[:, 1] * weights).sum(), weights.detach().square().sum()),
         "sum": 0.1 * texts.pow(3).sum() * outputs.get("logit_scale", torch.ones(())).sum(),
     }
 
@@ -221,11 +223,35 @@ class Adapter(nn.Module):
 
 
 class WithSecondView(Adapter):
-    """A CLIP that also returns another feature of each image."""
+    """A CLIP that also returns another feature of each image and of each text."""
 
     def forward(self, images, texts):
         outputs = self.model(images, texts)
-        return {**outputs, "second": outputs["image_features"].roll(1, dims=1)}
+        view, words = (outputs[name].roll(1, dims=1) * 2 for name in FEATURES)
+        return {**outputs, "view": view, "words": words.sin()}
+
+
+def cross(_, inputs, outputs):
+    """Let image features depend on the texts of their rows."""
+    mixed = outputs["image_features"] + 0.3 * outputs["text_features"]
+    return outputs | {"image_features": normalize(mixed, dim=-1)}
+
+
+class Crossing(open_clip.CustomTextCLIP):
+    """A model with a forward of its own, which needs both inputs."""
+
+    def forward(self, image, text):
+        return cross(self, None, super().forward(image, text))
+
+
+def crossing(by_hook):
+    model = bert_clip()
+    model.visual.requires_grad_(False)
+    if by_hook:
+        model.register_forward_hook(cross)
+    else:
+        model.__class__ = Crossing
+    return model
 
 
 def with_frozen(part, make=bert_clip):
@@ -304,17 +330,16 @@ MODELS = {
     "LoRA": (with_lora, batches),
     "a second view": (lambda: WithSecondView(bert_clip()), batches),
     "CoCa": (tiny_coca, padded_batches),
+    "crossing": (partial(crossing, False), batches),
+    "crossing in a hook": (partial(crossing, True), batches),
     "adapter in encode_image": (adapter_in_encode_image, batches),
     "adapter in a hook": (adapter_in_a_hook, batches),
     "shared projection": (shared_projection, batches),
     "tied embeddings": (lambda: seeded(Tied), token_batches),
     "two images": (lambda: seeded(ImageImage), image_batches),
     "two images, norm in eval": (norm_in_eval, image_batches),
-    **{
-        f"two texts, {form}, {pair=}": text_text(form, pair)
-        for form in FORMS
-        for pair in (False, True)
-    },
+    **{f"two texts, {form}": text_text(form, False) for form in FORMS},
+    "two texts, a pair": text_text("tensor", True),
 }
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -79,7 +80,7 @@ class Collected:
         losses: term -> its mean over the effective batch, the same on every rank.
         sums: name of a term's sum in the outputs -> its value in each micro-batch, without graph.
         shares: the same names -> the gradient of the loss by each micro-batch's sum.
-        loss_inputs: the teacher's features (b, D) and (C*b, D), and its logit_scale.
+        loss_inputs: the teacher's features (b, D) each, and its logit_scale.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class Extras:
 
     Args:
         terms: functions, see `DecoupledGradientAccumulation`.
-        teacher: likewise.
+        teacher, autocast: likewise.
         model: without wrappers.
         world_size: W, the ranks over which gradients are averaged.
         group: their process group; None for the default one.
@@ -103,11 +104,12 @@ class Extras:
         self,
         terms: Sequence[TermsOfMicroBatch],
         teacher: Callable[..., Any] | None,
+        autocast: Callable[[], AbstractContextManager[Any]],
         model: nn.Module,
         world_size: int = 1,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.terms, self._teacher = terms, teacher
+        self.terms, self._teacher, self._autocast = terms, teacher, autocast
         self._world_size, self._group = world_size, group
         parameters = list(model.parameters())
         self._device = parameters[0].device
@@ -121,7 +123,7 @@ class Extras:
         """
         if self._teacher is None:
             return {}
-        with torch.no_grad():
+        with torch.no_grad(), self._autocast():
             outputs = self._teacher(*inputs[:2])
         if not isinstance(outputs, dict):
             outputs = dict(zip(FEATURES, outputs, strict=True))
@@ -132,7 +134,7 @@ class Extras:
         """Compute the sum of each term of a micro-batch, and its count.
 
         Raises:
-            UserError: a term that is not a sum or a sum and its count, or one that learns what DDP does not average.
+            UserError: a term that is divided by something trained, or one that learns what DDP does not average.
         """
         if not self.terms:
             return {}
@@ -142,18 +144,12 @@ class Extras:
         sums_and_counts: Outputs = {}
         for name, term in terms.items():
             total, count = term if isinstance(term, tuple) else (term, None)
-            if not isinstance(total, Tensor) or total.numel() != 1:
-                raise UserError(
-                    f"The term {name} must be a tensor of one number, the sum over a micro-batch, or a pair of it and its "
-                    f"count, but is {_described(total)}."
-                )
             sums_and_counts[SUM + name] = total.reshape(())
             if count is not None:
                 count = torch.as_tensor(count, device=total.device)
-                if count.requires_grad or count.numel() != 1:
+                if count.requires_grad:
                     raise UserError(
-                        f"The count of the term {name} must be one number that is not trained, but is {_described(count)}; "
-                        "a mean by learned weights does not split into micro-batches."
+                        f"The count of the term {name} is trained; a mean by learned weights does not split into micro-batches."
                     )
                 sums_and_counts[COUNT + name] = count.reshape(())
         self._check_leaves(sums_and_counts)
@@ -164,7 +160,7 @@ class Extras:
 
         Args:
             outputs: name -> its value in each micro-batch, without graph.
-            order: (C*b,) the place of each text, None if texts stand in their images' order.
+            order: (b,) the place of each text, None if texts stand in their images' order.
 
         Raises:
             UserError: terms or counts that some micro-batches lack, or other terms on another rank.
@@ -276,9 +272,3 @@ def _contrastive_part(
     (clip_loss,) = open_clips("ClipLoss")
     value = clip_loss.forward(loss, image_features, text_features, logit_scale)
     return {"contrastive_loss": loss.clip_loss_weight * value}
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}" + (" with gradient" * value.requires_grad)
-    return f"a {type(value).__name__}"

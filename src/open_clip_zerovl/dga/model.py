@@ -1,11 +1,11 @@
 """The model as a step calls it: its micro-batches, each tower forwarded as often as needed, and its outputs checked.
 
-Shapes: `B` micro-batch per rank, `C` texts of each image, `D` embedding width.
+Shapes: `B` micro-batch per rank, `D` embedding width.
 
 A micro-batch is a tuple of two inputs (images, texts) and further parts for `prepare` and terms. An input is a tensor, a dict
 or a tuple of tensors, in which row j of every tensor belongs to sample j:
 
-    (images, texts)                                                (B, C, H, W), (B, L)
+    (images, texts)                                                (B, 3, H, W), (B, L)
     (images, {"input_ids": ids, "attention_mask": mask})           a tokenizer's BatchEncoding likewise
     (images, texts, origin)                                        with prepare(images, texts, origin) -> images, texts
 
@@ -38,7 +38,7 @@ from open_clip_zerovl.core.randomness import RngState
 
 log = logging.getLogger(__name__)
 
-FEATURES = ("image_features", "text_features")  # (B, D) and (C*B, D)
+FEATURES = ("image_features", "text_features")  # (B, D) each
 IMAGES, TEXTS = FEATURES
 SCALARS = ("logit_scale", "logit_bias")  # the same for every micro-batch
 
@@ -87,6 +87,7 @@ class Towers:
         inner: the same without wrappers.
         autocast: see `DecoupledGradientAccumulation`.
         extras: the `Extras` that add terms and a teacher's features to the outputs.
+        features: names of all features that the loss takes.
     """
 
     def __init__(
@@ -96,12 +97,14 @@ class Towers:
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
         extras: Any,
+        features: Sequence[str],
     ) -> None:
         self._model = model
         self._inner = inner
         self._device = device
         self._autocast = autocast
         self._extras = extras
+        self._features = features
         # features that required gradient although their tower looked frozen
         self._learning: set[str] = set()
         self._logged = False
@@ -127,7 +130,7 @@ class Towers:
     def first_pass(
         self,
         take: Callable[[], tuple[Any, ...]],
-        rows: dict[str, int],
+        size: int,
         frozen: set[str],
         *,
         graph: bool,
@@ -136,30 +139,31 @@ class Towers:
 
         Args:
             take: gives the micro-batch's two inputs, and its further parts; it may draw random numbers.
-            rows: see `checked_outputs`.
+            size: its samples.
             frozen: features of towers that look frozen in this step; one that requires gradient nevertheless is replayed.
         """
         start, between = RngState.capture(self._device), None
         inputs = take()
         frozen = frozen - self._learning
         if not frozen:
-            outputs = self._outputs(inputs, rows, graph) | self._of_teacher(inputs)
+            outputs = self._outputs(inputs, self._features, size, graph)
+            outputs |= self._extras.of_teacher(inputs)
             return outputs, ReplayState(start, None, frozenset())
         outputs = {}
         for name, alone in ((IMAGES, (inputs[0], None)), (TEXTS, (None, inputs[1]))):
-            features = self._outputs(alone, {name: rows[name]}, graph or name in frozen)
+            features = self._outputs(alone, [name], size, graph or name in frozen)
             if name in frozen and features[name].requires_grad:
                 self._learning.add(name)
             elif name in frozen and name == IMAGES:
                 between = RngState.capture(self._device)
             outputs |= features
-        outputs |= self._of_teacher(inputs)
+        outputs |= self._extras.of_teacher(inputs)
         return outputs, ReplayState(start, between, frozenset(frozen - self._learning))
 
     def replay(
         self,
         take: Callable[[], tuple[Any, ...]],
-        rows: dict[str, int],
+        size: int,
         repeat: ReplayState,
         *,
         rng: bool = True,
@@ -174,21 +178,20 @@ class Towers:
             None if name in repeat.frozen else part
             for name, part in zip(FEATURES, inputs[:2], strict=True)
         )
-        wanted = {name: size for name, size in rows.items() if name not in repeat.frozen}
-        return self._outputs((images, texts, *inputs[2:]), wanted, True)
+        wanted = [name for name in self._features if name not in repeat.frozen]
+        return self._outputs((images, texts, *inputs[2:]), wanted, size, True)
 
-    def _of_teacher(self, inputs: tuple[Any, ...]) -> Outputs:
-        with self._autocast():
-            return self._extras.of_teacher(inputs)
-
-    def _outputs(self, inputs: tuple[Any, ...], rows: dict[str, int], graph: bool) -> Outputs:
+    def _outputs(
+        self, inputs: tuple[Any, ...], features: Sequence[str], size: int, graph: bool
+    ) -> Outputs:
         """Forward two inputs and check the outputs, with the sums of the terms."""
         if graph:
             # If the caller is in an autocast region, its cache holds weights that the first pass has cast without graph.
             torch.clear_autocast_cache()
         with torch.set_grad_enabled(graph), self._autocast():
             outputs = self._model(*inputs[:2])
-            checked = checked_outputs(outputs, rows, others_used=bool(self._extras.terms))
+            terms = bool(self._extras.terms)
+            checked = checked_outputs(outputs, features, size, others_used=terms)
             return checked | self._extras.of_terms(outputs, inputs)
 
     def _without_training(self) -> set[str]:
@@ -210,13 +213,14 @@ class Towers:
         }
 
 
-def checked_outputs(outputs: Any, rows: dict[str, int], *, others_used: bool = False) -> Outputs:
-    """Check that the model's outputs are features in `rows` and scalars, as a dict.
+def checked_outputs(
+    outputs: Any, features: Sequence[str], size: int, *, others_used: bool
+) -> Outputs:
+    """Check that the model's outputs are these features of `size` samples and scalars, as a dict.
 
     A pair of features becomes one.
 
     Args:
-        rows: feature -> number of its rows.
         others_used: whether there are terms, which may use further outputs.
 
     Raises:
@@ -228,31 +232,32 @@ def checked_outputs(outputs: Any, rows: dict[str, int], *, others_used: bool = F
         and all(isinstance(part, Tensor) for part in outputs)
     ):
         outputs = dict(zip(FEATURES, outputs, strict=True))
-    elif not isinstance(outputs, dict) or not {*FEATURES, "logit_scale", *rows} <= outputs.keys():
+    elif (
+        not isinstance(outputs, dict) or not {*FEATURES, "logit_scale", *features} <= outputs.keys()
+    ):
         seen = sorted(outputs) if isinstance(outputs, dict) else type(outputs).__name__
         raise UserError(
             "The model must return a dict with image_features, text_features and logit_scale, or a pair of features, but "
             f"returned {seen}; create open_clip models with output_dict=True, or wrap the model in an adapter (docs/dga.md)."
         )
     # open_clip's models return None for a feature that was not asked for, and other models for a bias that they lack.
-    outputs = {name: out for name, out in outputs.items() if out is not None or name in rows}
-    extra = sorted(outputs.keys() - {*FEATURES, *SCALARS, *rows})
+    outputs = {name: out for name, out in outputs.items() if out is not None or name in features}
+    extra = sorted(outputs.keys() - {*FEATURES, *SCALARS, *features})
     if extra and not others_used:
         raise UserError(
             f"The model returned {', '.join(extra)}, which would get no gradient: give features= for features of the loss, "
             "or terms= for a loss of each micro-batch, such as CaptionTerm() for a captioner's logits and labels."
         )
-    for name in [*rows, *(outputs.keys() & SCALARS)]:
+    for name in [*features, *(outputs.keys() & SCALARS)]:
         output = outputs[name]
         if not isinstance(output, Tensor) or not output.is_floating_point():
             kind = str(output.dtype) if isinstance(output, Tensor) else f"a {type(output).__name__}"
             raise UserError(f"The model's {name} must be a floating point tensor, but is {kind}.")
-        if name in rows and (output.ndim < 2 or len(output) != rows[name]):
-            size = rows[name]
+        if name in features and (output.ndim < 2 or len(output) != size):
             raise UserError(
                 f"{name} of {size} samples must be ({size}, width), but are {tuple(output.shape)}."
             )
-    return {name: output for name, output in outputs.items() if name in rows or name in SCALARS}
+    return {name: output for name, output in outputs.items() if name in features or name in SCALARS}
 
 
 def name_of(model: nn.Module, parameter: nn.Parameter) -> str:
@@ -397,14 +402,9 @@ def checked_sizes(micro_batches: Sequence[Sequence[Any]], *, prepared: bool) -> 
         prepared: whether there is a `prepare` or terms, which take the parts after the first two.
 
     Raises:
-        UserError: no sequence or an empty one, a micro-batch without two inputs or with parts that no `prepare` takes, an
-            input that is not a tensor, dict or tuple of tensors, an input without rows, or other numbers of texts than images.
+        UserError: a micro-batch without two inputs or with parts that no `prepare` takes, an input that is not a tensor, dict
+            or tuple of tensors, an input without rows, or other numbers of texts than images.
     """
-    if not isinstance(micro_batches, Sequence) or len(micro_batches) == 0:
-        kind = "empty" if isinstance(micro_batches, Sequence) else type(micro_batches).__name__
-        raise UserError(
-            f"micro_batches must be a non-empty sequence of (images, texts), which is read twice, but is {kind}."
-        )
     return [_checked_size(k, micro_batch, prepared) for k, micro_batch in enumerate(micro_batches)]
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import ieee_products
 from open_clip_zerovl.dga.model import IMAGES, SCALARS, leaves_of, open_clips
-from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes, require_process_group
+from open_clip_zerovl.losses import ContrastiveLoss, gathered_sizes
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +70,10 @@ class Objective:
         The gradients are times the scaler's scale; those of the loss' parameters are for `add_loss_gradients`.
 
         Args:
-            values: the features (b, D) and (C*b, D), and the scalars that the model returned.
+            values: the features (b, D), and the scalars that the model returned.
 
         Raises:
-            UserError: a loss that cannot be called so, returns something else, or trains a tensor that is not its parameter.
+            UserError: a loss that returns a total beside its parts, or trains a tensor that is not its parameter.
         """
         if self._world_size > 1 and isinstance(self._module, open_clips("ClipLoss", "SigLipLoss")):
             # open_clip's gathers assume equal sizes; with unequal ones its averages over ranks would weigh rows differently.
@@ -140,30 +140,14 @@ class Objective:
         return list(self._module.parameters()) if isinstance(self._module, nn.Module) else []
 
     def _losses(self, leaves: dict[str, Tensor], loss_inputs: dict[str, Any]) -> dict[str, Tensor]:
-        name = _name(self._loss)
         result = self._loss(**leaves, **loss_inputs, output_dict=True)
         losses = result if isinstance(result, dict) else {"contrastive_loss": result}
-        wrong = [
-            key
-            for key, value in losses.items()
-            if not isinstance(value, Tensor) or value.numel() != 1
-        ]
-        if wrong or not losses:
-            seen = losses[wrong[0]] if wrong else result
-            kind = (
-                f"a tensor of shape {tuple(seen.shape)}"
-                if isinstance(seen, Tensor)
-                else f"a {type(seen).__name__}"
-            )
-            raise UserError(
-                f"{name} must return one number as a tensor, or a dict of such, but returned {kind}."
-            )
         total = next(iter(losses.keys() & TOTALS), None)
         if total is not None and len(losses) > 1:
             parts = ", ".join(losses.keys() - {total})
             raise UserError(
-                f"{name} returned '{total}' beside {parts}: if it is their sum, each part would be summed twice; return "
-                "the total or the parts alone."
+                f"{_name(self._loss)} returned '{total}' beside {parts}: if it is their sum, each part would be summed twice; "
+                "return the total or the parts alone."
             )
         return losses
 
@@ -202,7 +186,6 @@ def feature_factor(loss: Any, world_size: int) -> int:
         )
     if world_size == 1:
         return 1
-    require_process_group(world_size, type(loss).__name__)
     if isinstance(loss, open_clips("ClipLoss")):
         if loss.local_loss and not loss.gather_with_grad:
             raise UserError(

@@ -88,8 +88,8 @@ class Retention:
         self._transient_bytes = 0.0
         self._allocated_before = 0
         self._steps = 0  # measured on CUDA
-        self._auto: int | None = None
-        self._adopted: Decision | None = None
+        self._decided: Decision | None = None
+        self._earlier: Decision | None = None  # of another process, until its memory is looked at
         self._sizes: list[int] = []  # of the last step
         self._parameters = list(parameters)
         self._versions: dict[
@@ -111,18 +111,18 @@ class Retention:
                 )
             return self._retain
         self._sizes = sizes
-        if self._adopted is not None and self._auto is None:
-            self._try_adopted(self._adopted)
+        if self._earlier is not None:
+            self._adopt_if_it_fits(self._earlier)
         self._settle()
-        if self._device.type == "cuda" and self._auto is None:
+        if self._device.type == "cuda" and self._decided is None:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._allocated_before = torch.cuda.memory_allocated(self._device)
-        return min(most, 1 if self._auto is None else self._auto)
+        return self._graphs
 
     def adopt(self, decision: Decision) -> None:
         """Keep the number of graphs of an earlier process of this run, if all ranks have room, from the first step on."""
         if self._retain == "auto":
-            self._adopted = decision
+            self._earlier = decision
 
     def decision(self) -> Decision | None:
         """Return the decision of "auto", made now if it can be.
@@ -132,14 +132,10 @@ class Retention:
         Returns:
             None before an optimizer step without an earlier decision, and for a given R.
         """
-        if self._retain != "auto":
-            return None
         self._settle()  # not before a step is measured
-        if self._auto is None or self._adopted is not None:
-            return self._adopted
-        return Decision(
-            self._graphs, self._bytes_per_sample * max(self._sizes), float(self._transient_bytes)
-        )
+        if self._decided is None:
+            return self._earlier
+        return replace(self._decided, graphs=self._graphs)
 
     @property
     def can_keep_fewer(self) -> bool:
@@ -148,7 +144,8 @@ class Retention:
 
     @property
     def _graphs(self) -> int:
-        return min(self._auto or 1, most_graphs(len(self._sizes), self._world_size))
+        most = most_graphs(len(self._sizes), self._world_size)
+        return min(1 if self._decided is None else self._decided.graphs, most)
 
     def keep_fewer(self) -> bool:
         """Keep one graph fewer from now on, after a step has filled the device's memory.
@@ -156,35 +153,37 @@ class Retention:
         Returns:
             False if "auto" keeps one only.
         """
-        if not self.can_keep_fewer:
-            return False
         graphs = self._graphs
-        self._auto = graphs - 1
-        if self._adopted is not None:
-            self._adopted = replace(self._adopted, graphs=self._auto)
+        if self._decided is None or graphs < 2:
+            return False
+        self._decided = replace(self._decided, graphs=graphs - 1)
         log.warning(
             "The device's memory is full with the graphs of %d micro-batches: %d are kept in this step, taken again, and from "
             "here on.",
             graphs,
-            self._auto,
+            graphs - 1,
         )
         return True
 
     def _settle(self) -> None:
-        if self._auto is None and self._bytes_per_sample and self._transient_bytes:
-            self._auto = self._decide(max(self._sizes))
+        """Decide R if a step is measured and the optimizers of all ranks have stepped."""
+        if self._decided is not None or not (self._bytes_per_sample and self._transient_bytes):
+            return
+        graph_bytes = self._bytes_per_sample * max(self._sizes)
+        graphs = self._smallest(self._fitting(graph_bytes) if self._optimizer_has_stepped() else 0)
+        if graphs:
+            self._decided = Decision(graphs, graph_bytes, float(self._transient_bytes))
 
-    def _try_adopted(self, decision: Decision) -> None:
-        """Take an earlier decision over if all ranks have the memory for it, else drop it."""
+    def _adopt_if_it_fits(self, decision: Decision) -> None:
+        """Take an earlier decision over if all ranks have the memory for it."""
+        self._earlier = None
         free = available_bytes(self._device)
-        fits = self._smallest(int(free is None or decision.needed_bytes <= free))
-        if fits:
-            self._auto = decision.graphs
+        if self._smallest(int(free is None or decision.needed_bytes <= free)):
+            self._decided = decision
             # the number is that of all ranks
             if self._world_size == 1 or dist.get_rank(self._group) == 0:
                 log.info("Graphs kept a step, as before this run was resumed: %d.", decision.graphs)
             return
-        self._adopted = None
         log.warning(
             "The graphs of %d micro-batches that were kept before this run was resumed need %.0f MiB, and %s MiB are free on "
             "this rank; their number is decided anew, so that gradients agree with an uninterrupted run to rounding and not "
@@ -205,7 +204,7 @@ class Retention:
     @contextmanager
     def measured(self, size: int) -> Iterator[None]:
         """Measure the graph of a retained micro-batch of `size` samples once, around its forward pass, for "auto"."""
-        if self._retain != "auto" or self._bytes_per_sample or self._auto is not None:
+        if self._retain != "auto" or self._bytes_per_sample or self._decided is not None:
             yield
         elif self._device.type == "cuda":
             before = torch.cuda.memory_allocated(self._device)
@@ -220,7 +219,7 @@ class Retention:
 
     def step_done(self, sizes: list[int]) -> None:
         """Record the step's peak memory after its backward passes, without tensors that stay between steps."""
-        if self._retain != "auto" or self._auto is not None:
+        if self._retain != "auto" or self._decided is not None:
             return
         if not self._versions:
             # Scalars do not count: training clamps logit_scale also after skipped steps.
@@ -244,21 +243,12 @@ class Retention:
         changed = [self._parameters[i]._version != version for i, version in self._versions.items()]
         return not changed or any(changed)
 
-    def _decide(self, size: int) -> int | None:
-        """Decide R if the optimizers of all ranks have stepped.
-
-        Returns:
-            None before that.
-        """
-        return self._smallest(self._fitting(size) if self._optimizer_has_stepped() else 0) or None
-
-    def _fitting(self, size: int) -> int:
-        """Compute R from the free memory.
+    def _fitting(self, graph: float) -> int:
+        """Compute R from the free memory and the bytes of a graph.
 
         One graph is part of the measured peak; further graphs may fill AUTO_SHARE of the rest.
         """
         free = available_bytes(self._device)
-        graph = self._bytes_per_sample * size
         if free is None:
             count = 1
             log.warning(

@@ -62,14 +62,6 @@ class DecoupledLoss(nn.Module):
                     f"{type(each).__name__} needs the outputs of the model's layers, not its embeddings alone; train with it "
                     "without DecoupledLoss."
                 )
-        if (
-            isinstance(mini_batch_size, bool)
-            or not isinstance(mini_batch_size, int)
-            or mini_batch_size < 1
-        ):
-            raise UserError(
-                f"mini_batch_size must be a positive number of samples, but is {mini_batch_size!r}."
-            )
         self.loss = loss
         self.mini_batch_size = mini_batch_size
         self._options: dict[str, Any] = {"retain": retain, "check": check}

@@ -15,8 +15,7 @@ The gradient of a contrastive loss splits at the features: d loss / d parameters
 
 R graphs are in memory at the end of (1) and in (2), one more at a time in (3). Only the features' memory grows with K.
 
-An image may have `C` texts in a step, such as its caption and a synthetic one. All of it holds for any number of features; the
-loss then takes (b, D) image and (C*b, D) text features. Losses that are means over samples need no features (`extras`).
+All of it holds for any number of features. Losses that are means over samples need no features (`extras`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.randomness import RngState
 from open_clip_zerovl.dga.extras import Collected, Extras, TermsOfMicroBatch, parts_of_coca_loss
 from open_clip_zerovl.dga.model import (
-    FEATURES,
     IMAGES,
     SCALARS,
     TEXTS,
@@ -89,7 +87,6 @@ class _Step:
         graphs: R.
         inputs: the micro-batches' inputs, copied to the device when they are taken.
         order: (b,) the place of each text, None if texts stand in their images' order.
-        inputs_of: each feature -> the input that it has a row for, IMAGES or TEXTS.
         retained_outputs: retained micro-batch -> its outputs with graph; phase (3) removes them one by one.
         replay_states: the states from which each micro-batch is replayed.
         features: (b, D) of images and of texts, without graph, in fp32 at least.
@@ -106,7 +103,6 @@ class _Step:
     graphs: int
     inputs: DeviceInputs
     order: Tensor | None
-    inputs_of: dict[str, str]
     weights: WeightVersions
     compiled: bool
     retained_outputs: dict[int, Outputs] = field(default_factory=dict)
@@ -134,10 +130,6 @@ class _Step:
         """
         return [*range(len(self.sizes) - self.graphs, len(self.sizes)), *self.replayed]
 
-    def rows_of(self, k: int) -> dict[str, int]:
-        """Count the rows of the features of micro-batch k."""
-        return dict.fromkeys(self.inputs_of, self.sizes[k])
-
 
 class DecoupledGradientAccumulation:
     """The gradient of one optimizer step over K micro-batches, exactly that of one graph over all of them.
@@ -160,8 +152,8 @@ class DecoupledGradientAccumulation:
             model got it. For each name it returns (sum, count), such as the cross-entropy of its tokens and their number: the
             loss gets the mean over the whole effective batch (a count of 0 gives 0). A sum alone is added up over micro-batches
             and ranks. Weights go into the sum. It runs under `autocast` in both passes; what it learns must be the model's.
-        features: further features that the model returns and the loss takes by name -> "images" or "texts", the input for each
-            row of which they have a row: (B, ...) or (C*B, ...).
+        features: further features (B, ...) that the model returns and the loss takes by name -> "images" or "texts", the input
+            whose rows they follow.
         teacher: called like the model on each micro-batch, without graph; put it into eval(). Its features, in the loss'
             order, and its logit_scale go to the loss as dist_image_features, dist_text_features and dist_logit_scale
             (open_clip's `DistillClipLoss`).
@@ -202,27 +194,29 @@ class DecoupledGradientAccumulation:
         if isinstance(loss, open_clips("CoCaLoss")):
             loss, captions = parts_of_coca_loss(loss)
             every_term.append(captions)
-        self._inputs_of = {IMAGES: IMAGES, TEXTS: TEXTS} | _inputs_of(features or {})
+        inputs = {"images": IMAGES, "texts": TEXTS}
+        self._inputs_of = {IMAGES: IMAGES, TEXTS: TEXTS} | {
+            name: inputs[kind] for name, kind in (features or {}).items()
+        }
         if self._ddp is not None and self._ddp.static_graph:
             raise UserError(
                 "DistributedDataParallel(static_graph=True) (open_clip's --ddp-static-graph) expects one backward pass per "
                 "step, but decoupled gradient accumulation takes one per micro-batch; leave it out."
             )
-        parameter = next(inner.parameters(), None)
-        if parameter is None:
-            raise UserError("The model has no parameters, so there is no gradient to accumulate.")
         if not replay_rng:
             log.warning(
                 "Replay of random masks is off: gradients are WRONG wherever there is dropout (an ablation)."
             )
             check = "never"
         self._model, self._inner = model, inner
-        self._device = parameter.device
+        self._device = next(inner.parameters()).device
         self._autocast = autocast
         group = self._ddp.process_group if self._ddp is not None else None
         self._world_size = dist.get_world_size(group) if self._ddp is not None else 1
-        self._extras = Extras(every_term, teacher, inner, self._world_size, group)
-        self._towers = Towers(model, inner, self._device, autocast, self._extras)
+        self._extras = Extras(every_term, teacher, autocast, inner, self._world_size, group)
+        self._towers = Towers(
+            model, inner, self._device, autocast, self._extras, [*self._inputs_of]
+        )
         self._objective = Objective(loss, self._device, self._ddp, scaler)
         self._retention = Retention(
             retain, self._device, self._world_size, inner.parameters(), group
@@ -371,11 +365,6 @@ class DecoupledGradientAccumulation:
 
         `graphs` are retained; None: the number that `retain` asks for.
         """
-        if torch.is_inference_mode_enabled():
-            raise UserError(
-                "decoupled gradient accumulation was called under torch.inference_mode(), where no graph is recorded; call it "
-                "outside (torch.no_grad() does no harm)."
-            )
         if not any(parameter.requires_grad for parameter in self._inner.parameters()):
             raise UserError(
                 "No parameter of the model is trainable, so there is no gradient to accumulate."
@@ -395,7 +384,7 @@ class DecoupledGradientAccumulation:
         replayed = range(len(sizes) - graphs)
         inputs = DeviceInputs(micro_batches, prepare, replayed, self._device, self._input_room)
         compiled = is_compiled(self._model)
-        return _Step(sizes, graphs, inputs, order, self._inputs_of, weights, compiled)
+        return _Step(sizes, graphs, inputs, order, weights, compiled)
 
     def _first_pass(self, step: _Step) -> None:
         """Compute the features of every micro-batch and the graphs of the last R, phase (1)."""
@@ -413,7 +402,7 @@ class DecoupledGradientAccumulation:
         forward = self._forward_within_memory if droppable else self._forward
         for k in range(len(step.replayed), len(step.sizes)):
             forward(step, k, frozen, collected)
-        step.features = {name: torch.cat(collected[name]) for name in step.inputs_of}
+        step.features = {name: torch.cat(collected[name]) for name in self._inputs_of}
         step.scalars = {name: collected[name] for name in SCALARS if name in collected}
         step.extras = self._extras.collected(collected, step.order)
         step.weights.check()
@@ -427,7 +416,7 @@ class DecoupledGradientAccumulation:
         with self._synchronised(graph and self._synchronises(step, k)), measured:
             take = partial(step.inputs.take, k)
             outputs, repeat = self._towers.first_pass(
-                take, step.rows_of(k), frozen, graph=graph or step.compiled
+                take, step.sizes[k], frozen, graph=graph or step.compiled
             )
         copies = {name: detached_copy(output) for name, output in outputs.items()}
         step.replay_states.append(repeat)
@@ -468,7 +457,7 @@ class DecoupledGradientAccumulation:
         values = step.features | {name: parts[-1] for name, parts in step.scalars.items()}
         ordered: dict[str, Tensor] = {}
         if step.order is not None:
-            of_texts = [name for name in step.features if step.inputs_of[name] == TEXTS]
+            of_texts = [name for name, of in self._inputs_of.items() if of == TEXTS]
             ordered = dict.fromkeys(of_texts, step.order)
         for name, order in ordered.items():
             values[name] = torch.empty_like(values[name]).index_copy_(0, order, values[name])
@@ -510,7 +499,7 @@ class DecoupledGradientAccumulation:
                     else:
                         take = partial(step.inputs.take, k)
                         outputs = self._towers.replay(
-                            take, step.rows_of(k), step.replay_states[k], rng=self._replay_rng
+                            take, step.sizes[k], step.replay_states[k], rng=self._replay_rng
                         )
                         for name, each in (cached | step.extras.sums).items():
                             if name in outputs:
@@ -580,21 +569,6 @@ class DecoupledGradientAccumulation:
             if self._check.active
             else 0.0
         )
-
-
-def _inputs_of(features: Mapping[str, str]) -> dict[str, str]:
-    """Map further features to IMAGES or TEXTS.
-
-    Raises:
-        UserError: a feature of another input, or one that the loss takes already.
-    """
-    inputs = {"images": IMAGES, "texts": TEXTS}
-    for name, kind in features.items():
-        if kind not in inputs or name in (*FEATURES, *SCALARS):
-            raise UserError(
-                f"features= must name further features of 'images' or of 'texts', but has {name!r}: {kind!r}."
-            )
-    return {name: inputs[kind] for name, kind in features.items()}
 
 
 class _Deferred(torch.autograd.Function):

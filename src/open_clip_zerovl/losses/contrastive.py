@@ -41,7 +41,7 @@ from torch.nn.functional import logsigmoid
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.memory import ieee_products
-from open_clip_zerovl.losses.gathering import Logits, Ranks, require_process_group
+from open_clip_zerovl.losses.gathering import Logits, Ranks
 from open_clip_zerovl.losses.softmax import Normalisers, PairTargets, SharedTargets
 
 _SHARED_IDS = {
@@ -135,8 +135,8 @@ class ContrastiveLoss(nn.Module):
                 caption or picture. Those that `positives` needs must be given; "source" is kept for the report.
 
         Raises:
-            UserError: shapes that do not match, one mixup argument without the other, missing ids that
-                `positives` needs, mixup with an option for which it is not defined, or no process group of `world_size` ranks.
+            UserError: shapes that do not match, one mixup argument without the other, or mixup with an option for which it is
+                not defined.
         """
         _check_shapes(image_features, text_features)
         b, ids = len(image_features), ids or {}
@@ -148,8 +148,6 @@ class ContrastiveLoss(nn.Module):
                 "mixup_lambda and partner belong together, but only "
                 f"{'partner' if mixup_lambda is None else 'mixup_lambda'} was given."
             )
-        if self.world_size > 1:
-            require_process_group(self.world_size, type(self).__name__)
         pairs = _pairs(b, mixup_lambda, partner)
         if partner is not None:
             self._check_mixup()

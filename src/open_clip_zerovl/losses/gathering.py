@@ -13,19 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from open_clip_zerovl.core.errors import UserError
-
-
-def require_process_group(world_size: int, who: str) -> None:
-    """Raise `UserError` unless torch.distributed runs with exactly `world_size` ranks."""
-    seen = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
-    if seen != world_size:
-        raise UserError(
-            f"{who} was made for world_size={world_size}, but torch.distributed "
-            + ("is not initialised" if seen is None else f"runs with {seen} ranks")
-            + "; initialise the process group first and pass its rank and world_size."
-        )
-
 
 def gathered_sizes(
     size: int, world_size: int, device: torch.device, group: dist.ProcessGroup | None = None
