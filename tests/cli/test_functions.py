@@ -79,10 +79,6 @@ def run(home, packed):
     )
 
 
-def as_json(content: object) -> object:
-    return json.loads(json.dumps(content))
-
-
 def test_keyword_arguments_are_the_words_of_a_command_line():
     words = words_of(
         {"from_": Path("m"), "lr": 1e-05, "lock_image": True, "wd": None, "amp": False}
@@ -151,7 +147,7 @@ def test_an_interrupted_training_goes_on_with_the_same_call(home, run, packed):
 def test_evaluate(home, run, packed, tmp_path):
     output = tmp_path / "scores.json"
     scores = zerovl.evaluate(run, packed.held_out, device="cpu", output=output)
-    assert as_json(scores) == json.loads(output.read_text())["results"]
+    assert json.loads(json.dumps(scores)) == json.loads(output.read_text())["results"]
     assert "RSUM" in scores._repr_html_() and "chance" in scores._repr_html_()
 
 

@@ -205,9 +205,6 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(arguments(made, out)) == 0
     said = capsys.readouterr()
-    assert (
-        "settings (--set FLAG=VALUE replaces one)" in said.err and "epoch 3 of 3: RSUM" in said.err
-    )
     result = json.loads((out / "finetune.json").read_text())
 
     # The table equals the output of `zerovl retrieval`.
@@ -256,10 +253,6 @@ def test_a_whole_fine_tuning_and_later_calls(made, tmp_path, capsys):
     kept = capsys.readouterr().out
     shares = json.loads((out / "finetune.json").read_text())["zero_shot"]["things"]
     assert len(shares) == 3 and all(own["images"] == 12 for own in shares.values())
-    assert (
-        "Zero-shot top-1 on things (12 pictures, 2 classes, chance 50.0 %, the commonest class "
-        in kept
-    )
     assert "old (kept): 12 pictures" in kept and "No --kept set" not in kept
     assert (out / "training.log").read_bytes() == log
 
@@ -291,12 +284,7 @@ def test_a_killed_call_goes_on_and_ends_as_one_that_was_not(made, tmp_path):
         process = start(out)
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
-        if out == killed:
-            assert "going on after epoch" in said
     results = [json.loads((out / "finetune.json").read_text()) for out in (killed, whole)]
-    assert (
-        "85 new pairs and 20% old ones (21 of past): 1.25 times the samples" in results[0]["table"]
-    )
     assert (
         results[0]["epochs"] == results[1]["epochs"]
         and results[0]["best epoch"] == results[1]["best epoch"]
