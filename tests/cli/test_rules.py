@@ -664,6 +664,9 @@ def test_no_held_out_picture_is_trained_on(tmp_path):
     assert parse_sources(f"x={folder}/{{train,val,test}}-00000.tar")[0].num_samples == PAIRS
     assert retrieved(str(folder)).keys() == testing
     assert len(searched(str(folder))) == PAIRS
+    (file,) = SPLIT_INPUTS["Karpathy"](tmp_path / "karpathy")
+    opened = open_aligned(f"x={folder}/train-*.tar", sets_as_shards(f"h={file}", karpathy=True))
+    assert [source.num_samples for source in opened.opened] == [18, 4]
     (file,) = SPLIT_INPUTS["a column of parquet"](tmp_path / "parquet")
     assert trained(str(file)).keys() == training
     (file,) = SPLIT_INPUTS["json in tars"](tmp_path / "json")

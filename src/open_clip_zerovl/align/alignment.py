@@ -180,7 +180,7 @@ class Alignment:
         request = replace(
             request,
             train_data=as_shards(request.train_data, say=say),
-            held_out=request.held_out and sets_as_shards(request.held_out, say=say),
+            held_out=request.held_out and sets_as_shards(request.held_out, karpathy=True, say=say),
         )
         self.request, self.say = request, say
         self.device = choose_device(request.device, local_rank=local_rank)

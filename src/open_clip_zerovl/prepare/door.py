@@ -73,11 +73,12 @@ def as_shards(
     return "::".join(components)
 
 
-def sets_as_shards(data: str, *, say: Say = logging.info) -> str:
+def sets_as_shards(data: str, *, karpathy: bool = False, say: Say = logging.info) -> str:
     """Pack the retrieval sets that are neither shards nor Karpathy's annotations, and refuse rows that cannot be used.
 
     Args:
         data: sets as `parse_retrieval_data` takes them.
+        karpathy: pack Karpathy's annotations too.
 
     Returns:
         Each set with its name. Of one that names no splits, its only one.
@@ -87,7 +88,7 @@ def sets_as_shards(data: str, *, say: Say = logging.info) -> str:
     """
     sets = []
     for name, place in parse_retrieval_data(data).items():
-        _, folder = _packed(str(place), Columns(), True, say, karpathy=False)
+        _, folder = _packed(str(place), Columns(), True, say, karpathy=karpathy)
         if folder is not None and not (folder / "test").is_dir():
             folder /= "train"
         sets.append(f"{name}={folder or place}")
