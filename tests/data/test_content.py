@@ -13,7 +13,6 @@ from open_clip_zerovl.data.names import CLASS_NAMES
 from open_clip_zerovl.data.sets import open_retrieval_set
 from open_clip_zerovl.data.sources import content_of_sources
 from open_clip_zerovl.evaluate.zero_shot import open_labelled_set
-from open_clip_zerovl.prepare.door import as_shards
 from open_clip_zerovl.shards.files import write_retrieval_set, write_source
 from open_clip_zerovl.shards.tar import Sample
 from support.pairs import picture
@@ -34,15 +33,6 @@ def shards_of_classes(folder: Path) -> str:
     return f"x={folder}"
 
 
-def table(folder: Path) -> str:
-    rows = ["filepath,title"]
-    for number in range(3):
-        (folder / f"{number}.png").write_bytes(picture(number))
-        rows.append(f"{number}.png,a caption")
-    (folder / "t.csv").write_text("\n".join(rows) + "\n")
-    return f"x={folder / 't.csv'}"
-
-
 def retrieval_set(folder: Path) -> str:
     write_retrieval_set(folder, [sample(number) for number in range(3)])
     return str(folder)
@@ -59,7 +49,6 @@ FORMS = {
     # form -> its content, the files of which each counts
     shards: (content_of_sources, ["train-00000.tar", "train-00001.tar"]),
     shards_of_classes: (content_of_sources, ["train-00000.tar", CLASS_NAMES]),
-    table: (lambda data: content_of_sources(as_shards(data)), ["t.csv", "0.png", "2.png"]),
     retrieval_set: (lambda data: open_retrieval_set(data).content(), ["test/0.tar"]),
     folders_of_classes: (
         lambda data: open_labelled_set(data).content(),

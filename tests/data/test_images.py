@@ -206,13 +206,8 @@ def test_the_same_picture(photographs, kind):
 
 @with_decoder
 def test_the_comparison_can_fail(photographs):
-    """Negative control: another draw, and a resize without antialiasing."""
+    """Negative control: a resize without antialiasing."""
     data = file_of(photographs[0].resize((1280, 854)), "jpeg")
-    transform, arrays = training(), on_arrays(training())
-    with seeded(1):
-        expected = transform(decode_image(data)).numpy().astype(int)
-    with seeded(2):
-        assert np.abs(arrays(decode_pixels(data)).numpy() - expected).mean() > 5
     plain = torch.nn.functional.interpolate(
         torch.from_numpy(decode_pixels(data)).permute(2, 0, 1)[None].float(), (224, 224)
     )

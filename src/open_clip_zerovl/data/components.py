@@ -90,11 +90,10 @@ def kind_of(text: str) -> Component:
 
 def packed_folders(folder: str | Path) -> dict[str, Path]:
     """Return source -> folder with its splits in an output of `zerovl data pack`, of one source {"": the output itself}."""
-    places = [Path(folder)]
-    if not _has_splits(places[0]):
-        places = [entry for entry in sorted(places[0].iterdir()) if _has_splits(entry)]
-        return {place.name: place for place in places}
-    return {"": places[0]}
+    place = Path(folder)
+    if _has_splits(place):
+        return {"": place}
+    return {entry.name: entry for entry in sorted(place.iterdir()) if _has_splits(entry)}
 
 
 def pack_file(split: Path) -> Path | None:

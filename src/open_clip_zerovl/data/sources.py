@@ -315,11 +315,9 @@ def _of_shards(name: str, shards: tuple[str, ...], sizes_file: str | None, how: 
         logging.info(
             f"Source {name}: counting {what} {len(unknown)} shards that no sizes.json lists."
         )
-
-        def count(shard: str) -> int:
-            torn = not how.strict
-            return count_tar_samples(shard, captions=each_caption, torn=torn, cache=how.cache)
-
+        count = functools.partial(
+            count_tar_samples, captions=each_caption, torn=not how.strict, cache=how.cache
+        )
         with ThreadPoolExecutor(max_workers=8) as pool:
             known.update(zip(unknown, pool.map(count, unknown), strict=True))
     sizes = tuple(known[shard] for shard in shards)
