@@ -10,8 +10,6 @@ import shutil
 from pathlib import Path
 from urllib.parse import unquote_plus
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,11 +25,11 @@ from open_clip_zerovl.prepare.inputs import open_input
 from open_clip_zerovl.prepare.pack import pack
 from open_clip_zerovl.prepare.settings import Columns, Work
 from open_clip_zerovl.shards.fetch import _marker, used_bytes
-from support.pairs import picture
+from support.pairs import Pair, as_csv, as_folder, as_parquet, picture
 from support.servers import Handler, Server
 from training.checkpointing import described
 
-PAIRS = 5
+PAIRS = 7
 
 
 @pytest.fixture(autouse=True)
@@ -40,30 +38,13 @@ def cache(tmp_path, monkeypatch) -> Path:
     return user_cache("open_clip_zerovl") / "packed"
 
 
+def some(count: int = PAIRS) -> list[Pair]:
+    return [Pair(f"{n}.png", picture(n), [f"caption {n}"], "") for n in range(count)]
+
+
 def write_table(place: Path, rows: int = PAIRS) -> str:
-    place.mkdir(parents=True)
-    lines = [f"{number}.png,caption {number}" for number in range(rows)]
-    (place / "pairs.csv").write_text("\n".join(["filepath,title", *lines]) + "\n")
-    for number in range(rows):
-        (place / f"{number}.png").write_bytes(picture(number))
-    return f"{place}/pairs.csv"
-
-
-def parquet(place: Path) -> str:
-    place.mkdir()
-    rows = [{"image": picture(n), "caption": f"caption {n}"} for n in range(PAIRS)]
-    for part in (0, 1):
-        table = pyarrow.Table.from_pylist(rows[part::2])
-        pyarrow.parquet.write_table(table, place / f"{part}.parquet")
-    return f"{place}/*.parquet"
-
-
-def texts(place: Path) -> str:
-    place.mkdir()
-    for number in range(PAIRS):
-        (place / f"{number}.png").write_bytes(picture(number))
-        (place / f"{number}.txt").write_text(f"caption {number}")
-    return str(place)
+    columns = {"header": "filepath,title", "rows": lambda pair: [(pair.name, pair.captions[0])]}
+    return str(as_csv(place, some(rows), **columns))
 
 
 def karpathy(place: Path) -> str:
@@ -89,9 +70,9 @@ def packed(place: Path) -> str:
 FORMS = {
     "a table": write_table,
     "a folder with a table": lambda place: os.path.dirname(write_table(place)),
-    "parquet": parquet,
-    "a folder with parquet": lambda place: os.path.dirname(parquet(place)),
-    "pictures with texts": texts,
+    "parquet": lambda place: f"{as_parquet(place, some())}/*.parquet",
+    "a folder with parquet": lambda place: str(as_parquet(place, some())),
+    "pictures with texts": lambda place: str(as_folder(place, some())),
     "Karpathy's JSON": karpathy,
     "a packed folder": packed,
 }
@@ -107,8 +88,9 @@ def pairs(source) -> dict[str, bytes]:
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_a_source_of_shards_that_is_packed_once(form, tmp_path, cache):
     said: list[str] = []
-    data = as_shards(f"x={FORMS[form](tmp_path / 'in')}", say=said.append)
-    (source,) = parse_sources(data)
+    data = f"x={FORMS[form](tmp_path / 'in')}"
+    packed_data = as_shards(data, say=said.append)
+    (source,) = parse_sources(packed_data)
     assert (source.name, source.captions) == ("x", "one-per-epoch")
     assert all(shard.endswith(".tar") for shard in source.shards)
     assert pairs(source) == {f"caption {number}": picture(number) for number in range(PAIRS)}
@@ -117,22 +99,13 @@ def test_each_form_is_a_source_of_shards_that_is_packed_once(form, tmp_path, cac
         return
     assert len(said) == 2 and "Packing" in said[0] and f"{PAIRS} pictures as shards" in said[1]
     before = shard_times(source)
-    assert as_shards(data, say=said.append) == data and len(said) == 2
+    assert as_shards(packed_data, say=said.append) == packed_data and len(said) == 2
     shutil.copytree(tmp_path / "in", tmp_path / "again")
     for file in (tmp_path / "again").rglob("*"):
         os.utime(file, (1, 1))
-    copy = data_at(tmp_path / "again", form)
-    assert as_shards(f"x={copy}", say=said.append) == data
+    copy = data.replace(str(tmp_path / "in"), str(tmp_path / "again"))
+    assert as_shards(copy, say=said.append) == packed_data
     assert len(said) == 3 and shard_times(source) == before and len(list(cache.glob("[!.]*"))) == 1
-
-
-def data_at(place: Path, form: str) -> str:
-    """The same form where `place` is a copy."""
-    ends = {
-        "a table": "/pairs.csv", "parquet": "/*.parquet",
-        "Karpathy's JSON": f"/dataset.json@{place}/pictures",
-    }  # fmt: skip
-    return f"{place}{ends.get(form, '')}"
 
 
 def shard_times(source) -> list[int]:
@@ -154,7 +127,7 @@ def test_another_picture_or_caption_is_another_folder_and_a_resumed_run_sees_it(
     os.utime(table, (5, 5))
     known.add(seen())
     assert len(known) == 3 and len({line for _, line in known}) == 3
-    assert all(line.startswith("x (5, packed ") for _, line in known)
+    assert all(line.startswith(f"x ({PAIRS}, packed ") for _, line in known)
 
 
 def test_other_words_for_a_class_are_other_data(tmp_path):
@@ -227,7 +200,10 @@ def test_addresses_and_too_many_rows_get_the_command_to_type(tmp_path, monkeypat
     table = write_table(tmp_path / "in")
     (tmp_path / "web.csv").write_text("url,caption\nhttps://example.org/1.jpg,a dog\n")
     monkeypatch.setattr(door, "MOST_ROWS", PAIRS - 1)
-    for place, why in ((f"{tmp_path}/web.csv", "holds addresses"), (table, "more than 4 rows")):
+    for place, why in (
+        (f"{tmp_path}/web.csv", "holds addresses"),
+        (table, f"more than {PAIRS - 1} rows"),
+    ):
         with pytest.raises(UserError, match=rf"{why}.*`zerovl data pack .*\.csv --out DIR"):
             as_shards(f"x={place}")
 
@@ -326,7 +302,7 @@ class Hub(Handler):
 
 def test_a_star_names_the_files_of_a_data_set_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    folder = Path(parquet(tmp_path / "rows")).parent
+    folder = as_parquet(tmp_path / "rows", some())
     data = "cc=hf://datasets/me/cc@v1/data/*.parquet"
     with Server(Hub) as hub:
         hub.folder = folder

@@ -52,13 +52,6 @@ def two_pairs(folder: Path) -> Path:
     return as_folder(folder, make_pairs(2))
 
 
-def captions_in_latin_1(folder: Path) -> Path:
-    given = two_pairs(folder)
-    for file in given.rglob("*.txt"):
-        file.write_bytes("gr\u00f6\u00dfe".encode("latin-1"))
-    return given
-
-
 def files(**contents: bytes) -> Callable[[Path], Path]:
     """Files in a folder (`pairs_csv=b"..."`); the input is the file, or the folder of several."""
 
@@ -126,10 +119,6 @@ MISTAKES: dict[
     "lines that end in a carriage return": (
         "image,caption\r0.png,a cat\r1.png,a dog\r",
         "pairs.csv cannot be read .*; save it as CSV with line ends of Unix",
-    ),
-    "captions in Latin-1 alone": (
-        captions_in_latin_1,
-        r"caption not UTF-8 in 2 \(first a.000.png\); probably Latin-1: convert the file to UTF-8 \(iconv -f CP1252 -t UTF-8",
     ),
     "utf-16 without a mark": (
         files(pairs_csv="image,caption\n0.png,x\n".encode("utf-16-le")),
@@ -488,18 +477,6 @@ def test_source_names_in_any_script_and_those_of_the_outputs_own_files(packed, t
     assert found["refused"]["source not UTF-8"]["rows"] == 1
     data = "::".join(f"{name}={tmp_path}/out/{name}/train" for name in kinds[2:4])
     assert [source.num_samples for source in parse_sources(data)] == [1, 1]
-
-
-@pytest.mark.parametrize("written", ["pack.json", "train/00000.tar", "refused.csv"])
-def test_a_kill_in_a_write_leaves_a_folder_that_is_taken(written, packed, tmp_path):
-    given, file = two_pairs(tmp_path / "in"), tmp_path / "out" / written
-    if written != "pack.json":  # the first file
-        with pytest.raises(UserError, match="source 'a' has 1 picture"):
-            packed(given, columns=Columns(source="folder"), test_share=0.5)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.with_name(f".{file.name}.17.ab.part").write_text("{")
-    assert packed(given, columns=Columns(source="folder"))["pictures"] == 2
-    assert not list((tmp_path / "out").rglob("*.part"))
 
 
 def test_each_row_has_an_end(packed, tmp_path):
