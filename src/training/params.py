@@ -22,7 +22,6 @@ from typing import NoReturn
 import open_clip_train.params as host_params
 
 from open_clip_zerovl.core.errors import UserError, argparse_sentence, say
-from open_clip_zerovl.core.files import check_writable
 from open_clip_zerovl.core.flags import (
     Rule,
     add_flags,
@@ -359,7 +358,7 @@ def say_loading() -> None:
 
 
 def read_command(argv: Sequence[str]) -> Command:
-    """Parse a command line, and check that its run can be made: folder, name, data and checkpoints.
+    """Parse a command line, and check the name of its run and the paths of its data.
 
     open_clip's main first makes the run's folder, then refuses to use its name again, and ends several errors with status 0.
 
@@ -372,19 +371,8 @@ def read_command(argv: Sequence[str]) -> Command:
     rank = int(rank_here() or 0)
     if rank == 0:  # rank 0 makes the run's folder, which another rank could take for an older run's
         require_new_name(args)
-    if rank == 0 and args.logs.lower() != "none":
-        check_writable(args.logs, folder=True)
-    sets = (args.val_data, args.imagenet_val, args.imagenet_v2)
-    given = (args.train_data, config.retrieval_data, config.zero_shot_data, *sets)
-    if not any(given) and not args.dataset_type.startswith("synthetic"):
-        # open_clip's own sentence comes after the model is built, and perhaps fetched.
-        raise UserError(
-            "there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)"
-        )
     if config.sampling is not None:
         check_paths(args.train_data)
-    _check_checkpoint("--resume", None if args.resume == "latest" else args.resume)
-    _check_checkpoint("--init-from", config.init_from)
     return args, config
 
 
@@ -394,20 +382,6 @@ def without_a_trace(args: argparse.Namespace) -> argparse.Namespace:
     args.logs, args.name, args.resume, args.report_to = "none", None, None, ""
     args.save_frequency, args.save_most_recent, args.delete_previous_checkpoint = 0, False, False
     return before
-
-
-def _check_checkpoint(flag: str, path: str | None) -> None:
-    """Refuse a file of this machine that does not exist.
-
-    Data and model are opened before it is read.
-    """
-    if path is None or "://" in path or os.path.isdir(path):  # a folder is checked when it is read
-        return
-    if not os.path.isfile(path):
-        raise UserError(
-            f"{flag} {path} does not exist; give the path of a checkpoint"
-            + ", or 'latest'" * (flag == "--resume")
-        )
 
 
 def require_new_name(args: argparse.Namespace) -> None:

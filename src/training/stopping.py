@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from open_clip_zerovl.core import errors
 from open_clip_zerovl.core.errors import explain, say
 from open_clip_zerovl.core.processes import MEMORY_FULL, StopSignals, end_with_parent, name_of_rank
 
@@ -185,7 +184,7 @@ def run(program: Callable[[], int], words: Sequence[str] = ()) -> NoReturn:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """Describe an error that only training has: a full GPU or disk, a lost rank.
+    """Describe an error that only training has: a full GPU, a lost rank.
 
     Returns:
         None for any other error.
@@ -196,8 +195,6 @@ def sentence_of(error: BaseException) -> str | None:
             f"{MEMORY_FULL} ({first_line}); lower --batch-size and raise --dga-steps by the same factor: the "
             "effective batch stays (--dga-retain 1 keeps one graph, --loss-chunk 1024 fewer logits at once)"
         )
-    if isinstance(error, OSError):
-        return f"{errors.sentence_of(error)}; mend that, then go on with --resume latest"
     if isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
         return f"another rank has ended; its own message gives the reason ({first_line})"
     return None

@@ -35,21 +35,13 @@ print("imported", [name for name in {HEAVY} if name in sys.modules])
         (["--help"], 0, "micro-batches of --batch-size per rank make one exact effective batch"),
         (["--dga-stepps", "4"], 2, "there is no flag --dga-stepps; did you mean --dga-steps?"),
         (["--train-data", "a=/x", "--name", "taken"], 2, "a run called 'taken' exists"),
-        (["--train-data", "a=/x", "--logs", "file"], 2, "file cannot be written (Not a directory)"),
-        ([], 2, "there is nothing to do"),
         (["--", "--train-data", "a=/nowhere/a"], 2, "source 'a': /nowhere/a does not exist"),
         (["--train-data", "a=/x:b=/y"], 2, "source 'a': /x:b=/y does not exist"),
-        (
-            ["--train-data", "a=file", "--resume", "epoch_9.pt"],
-            2,
-            "--resume epoch_9.pt does not exist",
-        ),
     ],
 )
 def test_help_and_refusals_need_no_torch(tmp_path, arguments, status, words):
     (tmp_path / "logs" / "taken").mkdir(parents=True)
     (tmp_path / "logs" / "taken" / "out.log").write_text("")
-    (tmp_path / "file").write_text("")
     command = [sys.executable, "-c", PROGRAM, *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert f"status {status}" in done.stdout and "imported []" in done.stdout, (

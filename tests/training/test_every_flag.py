@@ -42,7 +42,7 @@ TABLE: dict[str, list[tuple[str, str]]] = {
     "--imagenet-val": [("/nowhere", "/nowhere: No such file")],
     "--imagenet-v2": [("/nowhere", "the package imagenetv2_pytorch is not installed here")],
     "--cache-dir": [("{place}/cache", WORKS)],
-    "--logs": [("{place}/elsewhere", WORKS), ("{place}/pairs.csv", "pairs.csv cannot be written"), ("none", WORKS)],
+    "--logs": [("{place}/elsewhere", WORKS), ("{place}/pairs.csv", "Not a directory"), ("none", WORKS)],
     "--log-local": [("", WORKS)],
     "--name": [("named", WORKS)],
     "--workers": [("1", WORKS), ("-1", "--workers -1 is out of range")],
