@@ -312,7 +312,7 @@ class StepLog:
 
     Args:
         run_log: gets each logged step.
-        judged: whether the loss is the plain contrastive one, whose chance value is known.
+        chance: the loss of a model that has learned nothing, where it is known.
         recovers: whether a GradScaler leaves out the step of a loss that is not finite.
     """
 
@@ -327,7 +327,7 @@ class StepLog:
         tb_writer=None,
         sources: Sequence[str] = (),
         *,
-        judged: bool = False,
+        chance: float | None = None,
         recovers: bool = False,
     ) -> None:
         self.run_log = run_log
@@ -337,7 +337,7 @@ class StepLog:
         self.epoch_samples = epoch_samples
         self.batching = batching
         self.tb_writer = tb_writer
-        self.judged, self.recovers = judged, recovers
+        self.chance, self.recovers = chance, recovers
         self.by_source = BySource(sources)
         self.every = max(1, min(args.log_every_n_steps, steps // LOGGED_AN_EPOCH))
         self.batch_time, self.data_time = AverageMeter(), AverageMeter()
@@ -448,12 +448,11 @@ class StepLog:
 
     def _warn_once(self, step: int) -> None:
         """Warn, in the first such epoch of a process, of a loss that is that of chance and of a slow loader."""
-        pairs, loss = self.batching.effective_batch, self.losses["loss"].avg
-        chance = math.log(pairs)
-        stuck = pairs > 1 and step >= JUDGED_FROM_STEP and loss >= STUCK_SHARE * chance
-        if self.judged and stuck and self.run_log.first("stuck"):
+        loss = self.losses["loss"].avg
+        stuck = self.chance and step >= JUDGED_FROM_STEP and loss >= STUCK_SHARE * self.chance
+        if stuck and self.run_log.first("stuck"):
             logging.warning(
-                f"Epoch {self.epoch}: the loss, {loss:.4g}, is that of chance, ln {pairs:,} = {chance:.4g}: the model does not "
+                f"Epoch {self.epoch}: the loss, {loss:.4g}, is that of chance, {self.chance:.4g}: the model does not "
                 "tell which caption belongs to which picture; look at the learning rate (--lr, --warmup), at captions and "
                 "pictures, and at the starting weights."
             )

@@ -153,12 +153,6 @@ class Trainer:
         mixture = getattr(loader, "mixture", None)
         sources = getattr(mixture, "sources", ())
         here = Position(epoch, 0, batching_of(self.config, args))
-        first_of_process = self.step is None
-        if self.step is None:
-            normalize = getattr(data["train"], "normalize", None)
-            self.step = self._make_step(model, loss, optimizer, scaler, normalize, args, here)
-        self.preemption.training = True
-        model.train()
         steps = loader.num_batches
         start = (
             self.resumed.start_step(here.batching, steps)
@@ -167,7 +161,26 @@ class Trainer:
         )
         # open_clip's own data cannot begin in the middle of an epoch, and does not take a step.
         data["train"].set_epoch(*((epoch, start) if start else (epoch,)))
-        # only when the run is stopped, without the flag
+        # Of shared positives, of mixtures and of other losses it is another than ln N.
+        plain = isinstance(loss, ContrastiveLoss) and not captions(model)
+        plain = plain and not self.config.changes("positives", "coin_flip_mixup")
+        chance = math.log(here.batching.effective_batch) if plain else None
+        if self.step is None:
+            normalize = getattr(data["train"], "normalize", None)
+            self.step = self._make_step(model, loss, optimizer, scaler, normalize, args, here)
+            self.log.begin(
+                here.batching,
+                steps,
+                epoch,
+                start,
+                sources=sources,
+                loss_at_chance=chance,
+                resumed=args.resume if self.resumed is not None or epoch else None,
+                groups=described_groups(optimizer),
+            )
+        self.preemption.training = True
+        model.train()
+        # None: only when the run is stopped
         every = self.config.save_every_steps
         log = StepLog(
             self.log,
@@ -178,24 +191,9 @@ class Trainer:
             here.batching,
             tb_writer,
             [source.name for source in sources],
-            # With these the loss of chance is another than ln N.
-            judged=isinstance(loss, ContrastiveLoss)
-            and not captions(model)
-            and not self.config.changes("positives", "coin_flip_mixup"),
+            chance=chance,
             recovers=scaler is not None,
         )
-        if first_of_process:
-            softmax = not (args.siglip or self.config.distill_model or self.config.captions_images)
-            self.log.begin(
-                here.batching,
-                steps,
-                epoch,
-                start,
-                sources=sources,
-                loss_at_chance=math.log(here.batching.effective_batch) if softmax else None,
-                resumed=args.resume if self.resumed is not None or epoch else None,
-                groups=described_groups(optimizer),
-            )
         timer = StepTimer(torch.device(args.device), steps - start) if self.config.plan else None
         for index, micro_batches in enumerate(
             self._groups(loader, here.batching.dga_steps, start, steps), start=start

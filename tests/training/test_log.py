@@ -31,13 +31,13 @@ ARGS = argparse.Namespace(
 
 
 def log_of(
-    epoch: int = 0, steps: int = 3, *, run_log=None, judged=False, recovers=False, **args
+    epoch: int = 0, steps: int = 3, *, run_log=None, chance=None, recovers=False, **args
 ) -> StepLog:
     """The log of an epoch with effective batches of 20."""
     given = argparse.Namespace(**{**vars(ARGS), **args})
     run_log = run_log or RunLog(given, AllFlags())
     return StepLog(
-        run_log, given, epoch, steps, 20 * steps, Batching(10, 2), judged=judged, recovers=recovers
+        run_log, given, epoch, steps, 20 * steps, Batching(10, 2), chance=chance, recovers=recovers
     )
 
 
@@ -71,14 +71,14 @@ def test_an_epoch_says_it_once_without_its_first_step(clock, caplog, wait, said)
 
 
 @pytest.mark.parametrize(
-    "loss, judged, first, said",
+    "loss, chance, first, said",
     [
-        (2.99, True, 200, 1),
-        (3.5, True, 200, 1),
-        (float("nan"), True, 200, 0),
-        (2.99, True, 0, 0),
-        (2.99, False, 200, 0),
-        (1.5, True, 200, 0),
+        (2.99, 2.996, 200, 1),
+        (3.5, 2.996, 200, 1),
+        (float("nan"), 2.996, 200, 0),
+        (2.99, 2.996, 0, 0),
+        (2.99, None, 200, 0),
+        (1.5, 2.996, 200, 0),
     ],
     ids=[
         "stuck",
@@ -89,9 +89,9 @@ def test_an_epoch_says_it_once_without_its_first_step(clock, caplog, wait, said)
         "learning",
     ],
 )
-def test_an_epoch_that_learned_nothing(caplog, loss, judged, first, said):
-    take(log_of(4, judged=judged, recovers=True), first=first, loss=lambda _: loss)
-    words = f"the loss, {loss:.4g}, is that of chance, ln 20 = 2.996: the model does not tell"
+def test_an_epoch_that_learned_nothing(caplog, loss, chance, first, said):
+    take(log_of(4, chance=chance, recovers=True), first=first, loss=lambda _: loss)
+    words = f"the loss, {loss:.4g}, is that of chance, 2.996: the model does not tell"
     assert sum(words in message for message in caplog.messages) == said
 
 
