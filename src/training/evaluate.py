@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -131,17 +130,17 @@ def _zero_shot(
     """Compute accuracies of each labelled set, recorded."""
     frozen = FrozenModel.of(
         "training", (model, transform, tokenizer, towers["device"]), context=towers["autocast"],
-        input_dtype=towers["input_dtype"], fingerprints={"image": f"epoch {epoch}"},
+        input_dtype=towers["input_dtype"],
     )  # fmt: skip
     scores: dict[str, float] = {}
     recorded: dict[str, dict[str, float]] = {}
-    with evaluating(model), tempfile.TemporaryDirectory(prefix="zerovl-zero-shot-") as folder:
+    with evaluating(model):
         for name, dataset in sets.items():
             logging.info(f"Zero-shot classification of {len(dataset.images):,} pictures of {name}")
             accuracies = score_labelled(
                 frozen,
                 dataset,
-                Path(folder),
+                None,
                 batch_size=args.batch_size,
                 workers=args.workers,
                 name=name,

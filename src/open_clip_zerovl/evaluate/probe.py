@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,9 +184,7 @@ class LogisticFit:
         return torch.from_numpy(self.classifier.predict_log_proba(x))
 
 
-def fit_logistic(
-    features: Tensor, targets: Tensor, *, seed: int = 0, grid: Sequence[float] = C_GRID
-) -> LogisticFit:
+def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0) -> LogisticFit:
     """Fit logistic regression by L-BFGS (scikit-learn). C is chosen on a held-out fifth, then all images are fitted.
 
     After the grid, its best C divided and multiplied by sqrt(10) are tried. Among several Cs with the best accuracy the middle
@@ -197,7 +195,6 @@ def fit_logistic(
         features: (N, F) on the CPU.
         targets: (N,) class indices 0..C-1, each of which occurs.
         seed: seed of the held-out fifth.
-        grid: values of C.
 
     Raises:
         UserError: too few images to hold some out.
@@ -225,9 +222,9 @@ def fit_logistic(
 
     accuracy: dict[float, float] = {}
     best = math.nan
-    for candidates in (grid, (10**-0.5, 10**0.5)):
+    for candidates in (C_GRID, (10**-0.5, 10**0.5)):
         for factor in tqdm(candidates, desc="choosing C", leave=False):
-            c = factor if math.isnan(best) or candidates is grid else best * factor
+            c = factor if math.isnan(best) or candidates is C_GRID else best * factor
             accuracy[c] = float((fit(rest, c)[0].predict(x[held]) == y[held]).mean())
         best = middle_of_best(accuracy)
     classifier, converged = fit(np.arange(len(x)), best)

@@ -376,9 +376,7 @@ def _score(
     return every
 
 
-def rsum_difference(
-    first: GallerySet, second: GallerySet, *, draws: int = 1000, seed: int = 0
-) -> dict[str, float]:
+def rsum_difference(first: GallerySet, second: GallerySet) -> dict[str, float]:
     """Return `difference` of RSUM, second - first, with `low` and `high` of its 95 % interval over the pictures of a set.
 
     Both are resampled on the same draws of pictures with their captions, so that the interval leaves out how difficult the set
@@ -388,7 +386,7 @@ def rsum_difference(
         name: rsum_over_pictures(of_set.ranks, of_set.text_to_image)
         for name, of_set in (("first", first), ("second", second))
     }
-    drawn = resampled(measures, draws, seed)
+    drawn = resampled(measures, draws=1000, seed=0)
     low, high = interval(drawn["second"] - drawn["first"])
     difference = measures["second"].value - measures["first"].value
     return {"difference": difference, "low": low, "high": high}

@@ -290,7 +290,7 @@ def score_loaded(
 
     `encoder` has batch size and workers.
     """
-    model = FrozenModel.of(name, loaded, fingerprints={"image": name})
+    model = FrozenModel.of(name, loaded)
     reading: dict[str, Any] = {"batch_size": encoder.batch_size, "workers": encoder.workers}
     return score_labelled(model, dataset, None, name=name, progress=False, **reading)
 
