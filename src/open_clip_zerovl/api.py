@@ -534,16 +534,10 @@ def zero_shot(
 
     A class is the mean of its captions in all templates.
     """
-    from open_clip_zerovl.data.sets import parse_retrieval_data
     from open_clip_zerovl.evaluate.zero_shot import run_zero_shot
-    from open_clip_zerovl.prepare.door import holds_rows, sets_as_shards
+    from open_clip_zerovl.prepare.door import labelled_as_shards
 
-    sets = (f"{name}={place}" for name, place in parse_retrieval_data(data).items())
-    data = "::".join(
-        sets_as_shards(each, say=say) if holds_rows(Path(each.partition("=")[2])) else each
-        for each in sets
-    )
-    return run_zero_shot(_encoder(model, flags), data, settings)
+    return run_zero_shot(_encoder(model, flags), labelled_as_shards(data, say=say), settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -271,7 +271,13 @@ def test_each_data_argument_and_encoder_is_part_of_the_request(made, tmp_path, f
 def test_encoders_are_aligned_on_what_the_runs_train_on(made, tmp_path, monkeypatch):
     """Else the first model would know the validation pictures, on which rates are chosen."""
     asked = []
-    monkeypatch.setattr(inputs, "run_align", lambda request, say: asked.append(request))
+
+    def align(request, say) -> None:
+        asked.append(request)
+        (request.out / "model").mkdir(parents=True)
+        (request.out / "model" / "open_clip_config.json").touch()
+
+    monkeypatch.setattr(inputs, "run_align", align)
     request = inputs.Request(
         start=Encoder(""),
         data=str(made / "mine"),

@@ -70,7 +70,6 @@ from open_clip_zerovl.report.pages import (
     write_page,
 )
 from open_clip_zerovl.report.tables import duration, text_table
-from open_clip_zerovl.shards.urls import local_path
 
 DRAWS = 1000  # of an interval
 WAYS = dict(zip(DIRECTIONS, ("I2T", "T2I"), strict=True))
@@ -470,7 +469,7 @@ class Alignment:
             None for shards on a server.
         """
         sources, held = self.sources, best.task.pairs.held_out
-        if any(local_path(shard) is None for source in sources.opened for shard in source.shards):
+        if any(source.folder is None for source in sources.opened):
             return None
         words, pictures = (
             SourceSamples(sources.opened, "text"),

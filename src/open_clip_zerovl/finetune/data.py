@@ -35,7 +35,7 @@ from open_clip_zerovl.data.sets import IndexedSet, open_retrieval_set, parse_ret
 from open_clip_zerovl.data.sources import Source, content_of_sources, parse_sources
 from open_clip_zerovl.evaluate.zero_shot import LabelledSet, open_labelled_set
 from open_clip_zerovl.models.configs import LOCAL_DIR
-from open_clip_zerovl.prepare.door import as_shards, sets_as_shards
+from open_clip_zerovl.prepare.door import as_shards, labelled_as_shards, sets_as_shards
 
 SPLITS = ("test", "val", "train")  # folders with these names are not sources
 HELD_OUT = "held-out"
@@ -126,7 +126,10 @@ class DataArguments:
         texts[HELD_OUT_FLAG] = texts[HELD_OUT_FLAG] or found[DATA_FLAG].held_out
         given = {flag: pairs.train_data for flag, pairs in found.items()}
         given |= {flag: sets_as_shards(texts[flag], say=say) for flag in RETRIEVAL if texts[flag]}
-        return cls(given | {flag: _named_sets(texts[flag]) for flag in LABELLED if texts[flag]})
+        labelled = {flag: texts[flag] for flag in LABELLED if texts[flag]}
+        return cls(
+            given | {flag: labelled_as_shards(text, say=say) for flag, text in labelled.items()}
+        )
 
     def claim(
         self,
@@ -213,11 +216,6 @@ class DataArguments:
             for flag, sets in self._sets.items()
             for name, each in sets.items()
         }
-
-
-def _named_sets(data: str) -> str:
-    """Give each set its name."""
-    return "::".join(f"{name}={place}" for name, place in parse_retrieval_data(data).items())
 
 
 def _named_as(data: str, earlier: str | None) -> str:

@@ -95,6 +95,22 @@ def sets_as_shards(data: str, *, karpathy: bool = False, say: Say = logging.info
     return "::".join(sets)
 
 
+def labelled_as_shards(data: str, *, say: Say = logging.info) -> str:
+    """Name labelled sets, and pack those of parquet or Arrow rows.
+
+    Args:
+        data: sets as `parse_retrieval_data` takes them.
+
+    Raises:
+        UserError: as `sets_as_shards`.
+    """
+    sets = [f"{name}={place}" for name, place in parse_retrieval_data(data).items()]
+    return "::".join(
+        sets_as_shards(each, say=say) if holds_rows(Path(each.partition("=")[2])) else each
+        for each in sets
+    )
+
+
 def holds_rows(place: Path) -> bool:
     """Return whether a folder or file holds parquet or Arrow rows, which commands of pictures read as shards."""
     with suppress(UserError):  # of other forms, or of several

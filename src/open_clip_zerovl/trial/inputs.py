@@ -38,7 +38,6 @@ from open_clip_zerovl.finetune.data import (
 )
 from open_clip_zerovl.finetune.finetuning import starting_folder
 from open_clip_zerovl.finetune.split import hold_out, set_identities
-from open_clip_zerovl.models.configs import LOCAL_DIR
 from open_clip_zerovl.recipe.flags import Settings
 from open_clip_zerovl.report.verdicts import not_above_chance
 from open_clip_zerovl.trial.flags import TrialFlags
@@ -198,9 +197,8 @@ def prepare(request: Request, arguments: DataArguments, say: Say) -> Inputs:
         train_data, held_out = validation.train_data, validation.new
         validations = _open_sets(held_out)
         notes += validation.notes
-    if request.encoders is None:
-        model = starting_folder(request.start, request.out / "before", say)
-    else:
+    start = request.start
+    if request.encoders is not None:
         (image, text), aligned = request.encoders, request.out / "aligned"
         run_align(
             AlignRequest(
@@ -209,7 +207,8 @@ def prepare(request: Request, arguments: DataArguments, say: Say) -> Inputs:
             ),
             say,
         )  # fmt: skip
-        model = LOCAL_DIR + str(aligned / "model")
+        start = replace(start, model=str(aligned / "model"))
+    model = starting_folder(start, request.out / "before", say)
     sources = parse_sources(train_data, captions=request.given.get("captions", PER_EPOCH))
     sizes = {source.name: source.num_samples for source in sources}
     return Inputs(model, train_data, test.new, tests, validations, more, sizes, tuple(notes))
