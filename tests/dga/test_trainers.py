@@ -23,11 +23,3 @@ def test_the_weights_are_those_of_one_graph(example, ranks):
     if importlib.util.find_spec(LIBRARIES[example]) is None:
         pytest.skip(f"{LIBRARIES[example]} is not installed: pip install '.[trainers]'")
     run_ranks(ranks, PROGRAM, example)
-
-
-@pytest.mark.slow  # two processes of Lightning
-def test_lightnings_own_strategy_is_refused():
-    """It averages gradients around the whole module, of which the step sees nothing."""
-    pytest.importorskip("lightning")
-    with pytest.raises(AssertionError, match="model's gradients are averaged over 1 rank"):
-        run_ranks(2, PROGRAM, "lightning's own ddp")

@@ -92,16 +92,12 @@ def accelerate():
     return own_loop(train, epochs=1)
 
 
-def lightning(towers_alone: bool = True):
+def lightning():
     import lightning
 
     def train(model, loader):
         scope = defined("api.md", "class TowersDDP")
-        chosen = (
-            scope["TowersDDP"](process_group_backend="gloo")
-            if ranks() > 1 and towers_alone
-            else "auto"
-        )
+        chosen = scope["TowersDDP"](process_group_backend="gloo") if ranks() > 1 else "auto"
         options = {
             "logger": False,
             "enable_checkpointing": False,
@@ -222,9 +218,6 @@ def whole(model, loss, forward) -> dict:
 def main() -> None:
     torch.manual_seed(0)
     example = {"accelerate": accelerate, "lightning": lightning, "clip": clip, "siglip2": siglip2}
-    example |= {
-        "lightning's own ddp": lambda: lightning(towers_alone=False),
-    }
     model, wanted = example[sys.argv[1]]()
     found = model.state_dict()
     assert found.keys() == wanted.keys()

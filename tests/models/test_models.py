@@ -45,7 +45,7 @@ CAPTIONS = ["a red car on a road", "two dogs in the snow", "the moon above a tow
 def bert(tmp_path_factory):
     """The folder of a small BERT without weights."""
     folder = tmp_path_factory.mktemp("text") / "bert"
-    write_bert(folder, CAPTIONS, vocab_size=200, width=32, layers=1, heads=2, max_positions=32)
+    write_bert(folder, CAPTIONS, vocab_size=200)
     return folder
 
 
@@ -178,15 +178,6 @@ def test_a_folder_with_weights_loads_them_and_one_without_logs_a_random_start(
     assert "its text tower starts at random" in caplog.text
 
 
-def test_open_clip_ignores_hf_model_pretrained_and_our_function_does_not(small):
-    with pytest.raises(
-        OSError, match="no file named"
-    ):  # the trap: the config says false, open_clip looks for weights
-        open_clip.create_model_and_transforms(small)
-    model, _, _ = create_model_and_transforms(small)
-    assert model.text.transformer is not None
-
-
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +188,6 @@ def test_open_clip_ignores_hf_model_pretrained_and_our_function_does_not(small):
             "zerovl-ViT-B-16-BERT",
             "open_clip knows no model 'zerovl-ViT-B-16-BERT'; did you mean zerovl-ViT-B-16-BERT-base",
         ),
-        ("qqqqqqqq", "see open_clip.list_models"),
         ("zerovl-ViT-B/16-BERT-base", "write zerovl-ViT-B-16-BERT-base .* CLIP's BPE tokenizer"),
     ],
 )
@@ -222,13 +212,9 @@ def test_text_models_that_cannot_serve_are_refused(bert, small, tmp_path, monkey
     open_clip.add_model_config(tmp_path / "zerovl-test-unnamed.json")
     no_tokenizer = broken("no-tokenizer")
     (no_tokenizer / "vocab.txt").unlink()
-    garbled = broken("garbled")
-    (garbled / "config.json").write_text("{")
     for name, source, words in (
         (small, broken("word", vocab_size="many"), "give the config of an HF text tower"),
         (small, "./brt", r"folder ./brt does not exist \(seen from .*\)$"),
-        (small, "some/where/deep", "does not exist"),
-        (small, garbled, r"config\.json cannot be read"),
         (small, no_tokenizer, "holds no tokenizer"),
         (small, broken("gpt", model_type="gpt9"), "a model of type 'gpt9'"),
         (small, broken("vocabulary", vocab_size=7), "the tower only 7"),
