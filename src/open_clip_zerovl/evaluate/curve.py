@@ -265,14 +265,6 @@ class Curve:
         )
 
     @property
-    def measures(self) -> set[str]:
-        """Name the measures of the scores: "RSUM", "top-1 %", or both."""
-        return {
-            "top-1 %" if name in self.chosen.accuracies else "RSUM"
-            for name in (*self.new, *self.kept)
-        }
-
-    @property
     def remarks(self) -> list[str]:
         """Write sentences on chance and on the best possible score, of the chosen point."""
         return bounds_remarks(self.chosen.metrics)
@@ -334,7 +326,8 @@ class Curve:
         alphas = [point.alpha for point in self.points]
         colours = colours_of(list(self.heads), SOURCE_COLOURS)
         # Two measures share no axis: each set is then shown relative to the model before.
-        mixed = len(self.measures) > 1
+        measures = {"top-1 %" if name in self.chosen.accuracies else "RSUM" for name in self.heads}
+        mixed = len(measures) > 1
         unit = {
             name: (self.points[0].score(name) or math.nan) / 100 if mixed else 1.0
             for name in self.heads
@@ -356,7 +349,7 @@ class Curve:
         return line_chart(
             lines,
             x=f"alpha: 0 before, 1 after fine-tuning; chosen: {self.chosen.alpha:g}",
-            y="% of the score before" if mixed else "".join(self.measures),
+            y="% of the score before" if mixed else "".join(measures),
             finish=finish,
         )
 
