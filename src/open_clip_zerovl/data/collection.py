@@ -9,6 +9,7 @@ or a sample of a tar.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,26 +31,18 @@ _ORIGINS = ("file", "filename", "file_name", "filepath", "image", "url")
 
 
 @dataclass(frozen=True)
-class File:
-    """A file with pictures: its full path, and the name that is shown."""
-
-    path: str
-    shown: str
-
-
-@dataclass(frozen=True)
 class Collection:
     """Files with pictures, in order.
 
     Attributes:
         name: the folder or source, as given.
-        files: in the order in which they are read.
+        files: full paths, in the order in which they are read.
         shards: the source and the number of each file's shard; None if each file is a picture.
         lost: pictures whose files could not be examined.
     """
 
     name: str
-    files: tuple[File, ...]
+    files: tuple[str, ...]
     shards: tuple[tuple[Source, int], ...] | None = None
     lost: int = 0
 
@@ -73,18 +66,19 @@ class Collection:
             UserError: a shard that cannot be read.
         """
         if self.shards is None:
-            yield "", picture_file(self.files[number].path)
+            yield "", picture_file(self.files[number])
             return
         for sample in samples_of(*self.shards[number]):
             yield sample.key, sample.image
 
     def shown(self, number: int, sample: Sample | None = None) -> str:
         """Name a picture in lists: by its path, or by its key in a shard and the file or URL that its json names."""
-        name = self.files[number].shown
-        if sample is None:
-            return name
+        if self.shards is None or sample is None:
+            return os.path.relpath(self.files[number], Path(self.name).expanduser())
+        source, shard = self.shards[number]
         origin = origin_of(sample)
-        return f"{name}/{sample.key}" + (f" ({origin})" if origin else "")
+        name = f"{source.name}/{Path(source.shards[shard]).name}/{sample.key}"
+        return name + (f" ({origin})" if origin else "")
 
 
 def open_collection(data: str) -> Collection:
@@ -99,15 +93,11 @@ def open_collection(data: str) -> Collection:
         listed = list(picture_files(folder))
         pictures = [path for path in listed if path.exists()]
         lost = len(listed) - len(pictures)
-        files = [File(str(path.absolute()), str(path.relative_to(folder))) for path in pictures]
+        files = [str(path.absolute()) for path in pictures]
     else:
         sources = parse_sources("::".join(map(_every_split, data.split("::"))), evaluation=True)
         shards = tuple((source, n) for source in sources for n in range(len(source.shards)))
-        files = [
-            File(path, f"{source.name}/{Path(path).name}")
-            for source in sources
-            for path in source.shards
-        ]
+        files = [path for source in sources for path in source.shards]
     if not files:
         raise UserError(f"{data} holds no pictures ({PICTURE_WORDS})")
     return Collection(data, tuple(files), shards, lost)

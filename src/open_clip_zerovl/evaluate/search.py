@@ -292,7 +292,7 @@ def query_picture(path: Path) -> Image.Image:
 def _hit(collection: Collection, file: int, number: int, score: float) -> Hit:
     """Read a hit with its name, caption and picture from picture `number` of a file."""
     if collection.shards is None:
-        return Hit(collection.shown(file), score, "", picture_file(collection.files[file].path))
+        return Hit(collection.shown(file), score, "", picture_file(collection.files[file]))
     sample = next(islice(samples_of(*collection.shards[file]), number, None))
     caption = "".join(sample.captions[:1])
     return Hit(collection.shown(file, sample), score, caption, sample.image)
@@ -355,7 +355,7 @@ def _picture_or_none(content: bytes | None) -> Image.Image | None:
 
 def _files(collection: Collection) -> Pictures:
     """Take the pictures of a folder, or of a list of files."""
-    paths = [file.path for file in collection.files]
+    paths = collection.files
     digests = file_digests(paths)
     contents = [digests[path] or digest_of(path) for path in paths]
     return Pictures(contents, lambda row: _picture_or_none(picture_file(paths[row])))

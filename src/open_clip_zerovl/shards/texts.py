@@ -185,11 +185,9 @@ def open_member(path: Path, name: str) -> Iterator[IO[bytes]]:
                 yield stack.enter_context(cast(IO[bytes], gzip.GzipFile(path)))
             else:
                 yield stack.enter_context(open(path, "rb"))
-        except BROKEN_ARCHIVE as error:
-            raise UserError(f"{path} is broken or encrypted ({error}): fetch it again.") from error
-        except OSError as error:  # EINVAL: a zip whose directory points before its beginning
+        except (*BROKEN_ARCHIVE, OSError) as error:
             raise UserError(
-                f"{path} cannot be read ({error.strerror or error}): check the path, or fetch it again"
+                f"{path} cannot be read ({error}): check the path, or fetch it again"
             ) from error
 
 
