@@ -181,7 +181,7 @@ def test_vision_models_of_transformers_become_its_dual_encoder(
     for own, name in ((image, "image"), (text, "text")):
         expected = torch.nn.functional.normalize(own, dim=-1)
         assert torch.allclose(torch.tensor(found[name]), expected, rtol=0, atol=1e-5)
-    with pytest.raises(UserError, match=r"is not an earlier export"):
+    with pytest.raises(UserError, match=r"model is for another library; give another"):
         run_align(request_of(tmp_path / "out"), said.append)
 
 

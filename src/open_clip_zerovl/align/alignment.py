@@ -40,7 +40,8 @@ from open_clip_zerovl.align.train import (
 )
 from open_clip_zerovl.checkpoints.export import loading_notes
 from open_clip_zerovl.checkpoints.loading import choose_device, load_model
-from open_clip_zerovl.core.errors import Say
+from open_clip_zerovl.checkpoints.transformers_folder import is_transformers_folder
+from open_clip_zerovl.core.errors import Say, UserError
 from open_clip_zerovl.core.files import check_writable, digest_of, write_atomically
 from open_clip_zerovl.core.memory import available_bytes
 from open_clip_zerovl.data.splits import (
@@ -194,6 +195,10 @@ class Alignment:
         self.pairings = list(itertools.product(self.images, self.texts))
         for image, text in self.pairings:
             check_together(image, text)
+        model = request.out / "model"
+        for_transformers = {image.kind == "vision" for image in self.images}
+        if model.exists() and is_transformers_folder(model) not in for_transformers:
+            raise UserError(f"{model} is for another library; give another --out")
         self.stores: dict[int, FeatureStore] = {}
         self.seen: Identities | None = None  # pictures on which the encoders were trained
 
