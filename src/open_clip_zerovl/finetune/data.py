@@ -179,6 +179,11 @@ class DataArguments:
         """Return the sets of the ability to keep as shards, "" where none was given."""
         return self.given.get("--kept", "")
 
+    @property
+    def labelled(self) -> str | None:
+        """Return the labelled sets, packed where they are rows, None where none was given."""
+        return self.given.get(LABELLED[0])
+
     def entries(self, flags: Iterable[str] | None = None) -> dict[str, str]:
         """Name the data of some flags, or of all, and digest its content, for `core.files`.
 

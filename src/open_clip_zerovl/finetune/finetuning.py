@@ -162,7 +162,7 @@ def _prepare(request: FinetuneRequest, arguments: pairs.DataArguments, say: Say)
     )
     # A mistake ends the call here, not after hours of training.
     require_possible(request.rule, kept_sets, parse_retrieval_data(split.new))
-    pairs.labelled_sets(split.new, request.zero_shot_data)
+    pairs.labelled_sets(split.new, arguments.labelled)
     sources, train_data, factors, notes = with_old_pairs(
         request, split.train_data, split.sources.get("--keep-data")
     )

@@ -124,7 +124,7 @@ def zero_shot_accuracies(
     request: FinetuneRequest, prepared: Prepared, curve: Curve, ends: Ends, scorer: Encoder
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Score the points of `Curve.labelled` on each labelled set."""
-    sets = labelled_sets(prepared.split.new, request.zero_shot_data)
+    sets = labelled_sets(prepared.split.new, prepared.arguments.labelled)
 
     @cache
     def scored(name: str, alpha: float) -> Mapping[str, Any]:

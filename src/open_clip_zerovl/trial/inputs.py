@@ -171,8 +171,7 @@ def claim_folder(request: Request, say: Say) -> DataArguments:
 def prepare(request: Request, arguments: DataArguments, say: Say) -> Inputs:
     """Hold out the test and validation pictures, and make the starting model."""
     folder, model = request.out / "data", request.start.model
-    labelled = arguments.given.get("--zero-shot-data")
-    more = labelled_sets("", labelled) if labelled else {}
+    more = labelled_sets("", arguments.labelled) if arguments.labelled else {}
     test = hold_out(arguments, folder / "test", seed=TEST_SEED, model=model, role="test", say=say)
     tests, train_data, notes = _open_sets(test.new), test.train_data, list(test.notes)
     seen = None if request.encoders else trained_on([model])
