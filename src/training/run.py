@@ -399,11 +399,8 @@ class TrainingRun:
             logging.warning(warning)
         return checkpoint
 
-    def create_loss(self, args: argparse.Namespace, *_: Any, **__: Any) -> torch.nn.Module:
-        """Make the loss of our step, where `own_step`.
-
-        (open_clip's main of September 2026 also passes the model.)
-        """
+    def create_loss(self, args: argparse.Namespace) -> torch.nn.Module:
+        """Make the loss of our step, where `own_step`."""
         return create_loss(self.config, args, self.model)
 
     def train_epoch(

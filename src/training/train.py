@@ -13,7 +13,6 @@ is saved.
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
 import logging
 import math
@@ -51,19 +50,6 @@ from training.log import RunLog, StepLog, memory_bytes
 from training.stopping import Preemption, Stopped
 
 
-def _stock_loss(args: argparse.Namespace, model: torch.nn.Module | None) -> torch.nn.Module:
-    """Make open_clip's loss by its training program's own function.
-
-    Since autumn 2026 `open_clip.create_loss` takes a type, and another function the program's arguments.
-    """
-    parameters = inspect.signature(open_clip.create_loss).parameters
-    if "args" in parameters:
-        return open_clip.create_loss(args, **({"model": model} if "model" in parameters else {}))
-    from open_clip_train.loss import create_loss_from_args
-
-    return create_loss_from_args(args, model)
-
-
 def create_loss(
     config: AllFlags, args: argparse.Namespace, model: torch.nn.Module | None = None
 ) -> torch.nn.Module:
@@ -72,17 +58,17 @@ def create_loss(
     With `--siglip` SigmoidLoss, or open_clip's if no flag needs ours.
 
     Args:
-        model: for open_clip's own function, where it takes one.
+        model: the run's, which may learn to write captions.
     """
     if config.distill_model is not None:
-        return _stock_loss(args, model)
+        return open_clip.create_loss(args)
     asked: dict[str, Any] = {"positives": config.positives or "pair"}
     if captions(model):
         asked["weight"] = args.coca_contrastive_loss_weight
     if args.siglip:
         plain = not config.changes("loss_chunk", "positives")
         if plain and not captions(model):
-            return _stock_loss(args, model)
+            return open_clip.create_loss(args)
         return SigmoidLoss(
             chunk_size=config.loss_chunk, rank=args.rank, world_size=args.world_size, **asked
         )

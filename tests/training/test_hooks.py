@@ -1,7 +1,6 @@
 """Replacements in open_clip's main: a line of releases whose names and signatures are known, each really used."""
 
 from argparse import Namespace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import open_clip
@@ -11,10 +10,7 @@ import pytest
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.releases import OPENCLIP_V3, OPENCLIP_V4, line_of
 from open_clip_zerovl.models.build import check_model
-from support.tars import write_source
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, register
-from training import hooks, model, run
-from training.main import main as training_main
+from training import hooks, run
 from training.params import parse
 
 V3, V4 = hooks.LINES[OPENCLIP_V3], hooks.LINES[OPENCLIP_V4]
@@ -67,61 +63,6 @@ def test_a_name_that_is_missing_unused_or_other_is_refused(line, version, name):
         hooks.check_host(main_with(line, other=name), version)
     with pytest.raises(UserError, match=f"has {name} and does not use it"):
         hooks.check_host(main_with(line, unused=name), version)
-
-
-@pytest.fixture
-def september(tmp_path, monkeypatch):
-    """open_clip's main of September 2026, as far as the hooks meet it: the installed source with its changes (#1209)."""
-    source = Path(host.__file__).read_text(encoding="utf-8")
-    for old, new in (
-        (
-            "        tokenizer=tokenizer,\n    )",
-            "        tokenizer=tokenizer,\n        model_traits=get_model_traits(model),\n    )",
-        ),
-        (
-            "    if args.distill:\n        # FIXME",
-            "    apply_model_traits(args, model)\n    if args.distill:\n        # FIXME",
-        ),
-        ("loss = create_loss(args)", "loss = create_loss(args, model)"),
-    ):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    main = ModuleType(host.__name__)
-    vars(main).update({"__file__": host.__file__, "__package__": host.__package__})
-    exec(compile(source, host.__file__, "exec"), vars(main))
-    stock, main.traits, main.forwarded = main.get_data, SimpleNamespace(generative=False), []
-
-    def get_data(args, preprocess_fns, epoch=0, tokenizer=None, model_traits=None):
-        main.forwarded.append((model_traits, args.from_traits))
-        return stock(args, preprocess_fns, epoch=epoch, tokenizer=tokenizer)
-
-    main.get_data, main.get_model_traits = get_data, lambda model: main.traits
-    main.apply_model_traits = lambda args, model: setattr(args, "from_traits", True)
-    for module in (hooks, run, model):
-        monkeypatch.setattr(module, "host", main)
-    monkeypatch.chdir(tmp_path)
-    register(tmp_path, "september", NATIVE_VISION, CLIP_TEXT)
-    return main
-
-
-@pytest.mark.line("3.3", reason="the test changes its source")
-@pytest.mark.parametrize("loss", ["", "--siglip"])
-@pytest.mark.parametrize("generative", [False, True])
-def test_main_of_september_trains_and_its_captioners_are_refused(
-    september, tmp_path, capsys, generative, loss
-):
-    september.traits.generative = generative
-    words = f"""--model september --train-data a={write_source(tmp_path / "a", 0, 8, 8)} --batch-size 2 --dga-steps 2
-    --workers 0 --epochs 1 --device cpu --precision fp32 --warmup 1 --name x {loss}"""
-    status, said = training_main(words.split()), capsys.readouterr().err
-    if generative:  # open_clip's MaMMUT2 and CoCa2: their caption loss would be lost without a word
-        assert (
-            status == 2
-            and "--model september does not work with the recipe's step: it also learns to write"
-            in said
-        )
-    else:
-        assert status == 0 and september.forwarded == [(september.traits, True)], said
 
 
 def test_a_parameter_that_a_replacement_does_not_take_is_refused(monkeypatch):

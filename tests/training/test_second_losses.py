@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -14,6 +15,7 @@ from open_clip_zerovl.core.errors import UserError
 from support.tars import png, write_tar
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from support.tiny_coca import CONFIG
+from training import model as model_module
 from training.main import main
 from training.model import check_contrastive
 
@@ -138,7 +140,13 @@ def test_a_captioner_begins_with_random_weights_and_loads_in_stock_open_clip(run
     assert projection.std().item() == pytest.approx(len(projection) ** -0.5, rel=0.1)
 
 
-def test_another_captioner_with_cocas_decoder_is_refused():
+def test_another_captioner_is_refused(monkeypatch):
+    """Its caption loss would be lost; open_clip's later releases tell what a model learns."""
     check_contrastive(open_clip.CoCa(**CONFIG), "coca")
+    check_contrastive(torch.nn.Linear(1, 1), "any")
     with pytest.raises(UserError, match="--model coca2 .* write captions, but not as CoCa does"):
         check_contrastive(type("CoCa2", (open_clip.CoCa,), {})(**CONFIG), "coca2")
+    traits = SimpleNamespace(generative=True)
+    monkeypatch.setattr(model_module.host, "get_model_traits", lambda _: traits, raising=False)
+    with pytest.raises(UserError, match="--model mammut2 .* write captions"):
+        check_contrastive(torch.nn.Linear(1, 1), "mammut2")
