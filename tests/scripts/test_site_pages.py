@@ -1,5 +1,8 @@
 """The documentation site: every page is in its navigation."""
 
+import pkgutil
+import re
+
 import yaml
 
 from scripts.site_pages import PAGES
@@ -30,3 +33,9 @@ def test_every_page_is_in_the_navigation():
     pages = {page.relative_to(docs).as_posix() for page in files}
     assert sorted(leaves(settings["nav"])) == sorted(pages | set(PAGES.values()))
     assert settings["strict"] and settings["theme"]["font"] is False
+
+
+def test_names_of_the_reference_exist():
+    """mkdocs reads them only when the site is built."""
+    named = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), re.M)
+    assert len(named) > 10 and all(pkgutil.resolve_name(name).__doc__ for name in named)
