@@ -23,20 +23,23 @@ rank) the ratios are rank 0's. FILE.json holds everything, FILE.md the tables.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated as A
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from open_clip_zerovl.core.flags import flag
 from open_clip_zerovl.core.memory import available_bytes, keep_freed_memory
 from scripts.bench.harness import (
     SORTED,
@@ -56,35 +59,37 @@ from scripts.bench.harness import (
     ways,
     write,
 )
+from scripts.program import program
 from scripts.tables import markdown_table
 
 SEED = 1  # of micro-batches and masks; each rank adds its number
 WARM_UP_STEPS = 2  # retain="auto" measures in the first and decides in the second
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
+def numbers(text: str) -> tuple[int, ...]:
+    """Read whole numbers between commas."""
+    return tuple(map(int, text.split(",")))
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the measurements."""
+
+    model: str = flag("small", "small, tiny, ViT-B-16+BERT-base, or a model of open_clip")
+    micro_batch: int = flag(16, "samples a micro-batch and rank", metavar="B")
+    steps: tuple[int, ...] = flag(
+        (1, 4, 16), "micro-batches a step", metavar="K,K", kind=numbers, several=False
     )
-    add = parser.add_argument
-    add("--model", default="small", help="small, tiny, ViT-B-16+BERT-base, or a model of open_clip")
-    add("--micro-batch", type=int, default=16, metavar="B", help="samples a micro-batch and rank")
-    add("--steps", type=numbers, default=[1, 4, 16], metavar="K,K", help="micro-batches a step")
-    add("--ranks", type=int, default=1, metavar="W")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--precision", choices=("fp32", "amp_bf16"), default="fp32")
-    add("--token-drop", type=float, default=0.25, help="share of patch tokens dropped")
-    add("--dropout", type=float, default=0.1, help="of the random BERT")
-    add("--rounds", type=int, default=5, help="timed steps of each way; 0: counts and memory only")
-    add("--error-steps", type=int, default=4, metavar="K", help="0 leaves the errors out")
-    add("--error-batch", type=int, default=4, metavar="B")
-    add("--error-precision", choices=("fp64", "fp32", "amp_bf16"), default="fp64")
-    add("--loss-chunk", type=int, default=1024, help="rows of the logit matrix alive at once")
-    add("--out", type=Path, metavar="FILE.json")
-    return parser.parse_args(argv)
+    ranks: int = flag(1, metavar="W")
+    device: str = flag("cuda" if torch.cuda.is_available() else "cpu")
+    precision: Literal["fp32", "amp_bf16"] = flag("fp32")
+    token_drop: float = flag(0.25, "share of patch tokens dropped")
+    dropout: float = flag(0.1, "of the random BERT")
+    rounds: int = flag(5, "timed steps of each way; 0: counts and memory only")
+    error_steps: int = flag(4, "0 leaves the errors out", metavar="K")
+    error_batch: int = flag(4, metavar="B")
+    error_precision: Literal["fp64", "fp32", "amp_bf16"] = flag("fp64")
+    loss_chunk: int = flag(1024, "rows of the logit matrix alive at once")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,48 +97,48 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def measure_rank(rank: int, args: argparse.Namespace, scratch: str) -> None:
+def measure_rank(rank: int, settings: Settings, scratch: str) -> None:
     """Measure on one rank, of which rank 0 writes the results into the folder `scratch`."""
-    gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+    gpus = torch.cuda.device_count() if settings.device == "cuda" else 0
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if device.type == "cpu":
         keep_freed_memory()
-    if args.ranks > 1:
-        store = dist.FileStore(os.path.join(scratch, "store"), args.ranks)
-        backend = "nccl" if args.ranks <= gpus else "gloo"  # NCCL refuses two ranks on one GPU
-        dist.init_process_group(backend, store=store, rank=rank, world_size=args.ranks)
+    if settings.ranks > 1:
+        store = dist.FileStore(os.path.join(scratch, "store"), settings.ranks)
+        backend = "nccl" if settings.ranks <= gpus else "gloo"  # NCCL refuses two ranks on one GPU
+        dist.init_process_group(backend, store=store, rank=rank, world_size=settings.ranks)
     try:
         own = Path(scratch) / f"rank{rank}"
         own.mkdir()
-        name = register(args.model, args.dropout, own)
-        results = measure_steps(name, args, device, rank)
+        name = register(settings.model, settings.dropout, own)
+        results = measure_steps(name, settings, device, rank)
         if rank == 0:
             (Path(scratch) / "results.json").write_text(json.dumps(results), encoding="utf-8")
     finally:
-        if args.ranks > 1:
+        if settings.ranks > 1:
             dist.destroy_process_group()
 
 
 def make_setup(
     name: str,
-    args: argparse.Namespace,
+    settings: Settings,
     device: torch.device,
     rank: int,
     precision: str,
 ) -> Setup:
     dtype = torch.float64 if precision == "fp64" else torch.float32
     amp = partial(torch.autocast, device.type, dtype=torch.bfloat16)
-    model = build(name, args.token_drop, device, dtype)
-    return Setup(model, device, amp if precision == "amp_bf16" else nullcontext, rank, args.ranks)
+    model = build(name, settings.token_drop, device, dtype)
+    return Setup(
+        model, device, amp if precision == "amp_bf16" else nullcontext, rank, settings.ranks
+    )
 
 
-def measure_steps(
-    name: str, args: argparse.Namespace, device: torch.device, rank: int
-) -> dict[str, Any]:
-    errors = measure_errors(name, args, device, rank) if args.error_steps else {}
-    setup = make_setup(name, args, device, rank, args.precision)
-    most = max(args.steps)
-    batches = make_batches(name, setup.inner, [args.micro_batch] * most, SEED + rank)
+def measure_steps(name: str, settings: Settings, device: torch.device, rank: int) -> dict[str, Any]:
+    errors = measure_errors(name, settings, device, rank) if settings.error_steps else {}
+    setup = make_setup(name, settings, device, rank, settings.precision)
+    most = max(settings.steps)
+    batches = make_batches(name, setup.inner, [settings.micro_batch] * most, SEED + rank)
     one = partial(plain, setup)
     for _ in range(WARM_UP_STEPS):  # DDP rearranges its buckets after the first
         one(batches[:1])
@@ -142,13 +147,13 @@ def measure_steps(
     share = forward_flops / step_flops
     graph = max(1, single - sum(p.nbytes for p in setup.inner.parameters()))
     results: dict[str, Any] = {
-        **{key: value for key, value in vars(args).items() if key != "out"},
+        **asdict(settings),
         "parameters": sum(p.numel() for p in setup.inner.parameters()),
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
         else f"CPU, {torch.get_num_threads()} thread(s)",
         "torch": torch.__version__,
-        "gflops_per_sample": step_flops / args.micro_batch / 1e9,
+        "gflops_per_sample": step_flops / settings.micro_batch / 1e9,
         "forward_share": share,
         "peak_mib_of_one_micro_batch": single / 2**20,
         "rows": [],
@@ -157,9 +162,9 @@ def measure_steps(
     if setup.world_size > 1:  # the least of all ranks'
         free //= setup.world_size if device.type == "cpu" else 1
         dist.all_reduce(free, dist.ReduceOp.MIN)
-    for steps in args.steps:
-        contestants = ways(setup, steps, args.loss_chunk, int(free) > 1.2 * graph * steps)
-        timed = measure_times(setup, contestants, batches[:steps], args.rounds)
+    for steps in settings.steps:
+        contestants = ways(setup, steps, settings.loss_chunk, int(free) > 1.2 * graph * steps)
+        timed = measure_times(setup, contestants, batches[:steps], settings.rounds)
         plain_flops = counts(setup, contestants["plain micro-batches"], batches[:steps])[2]
         for row, way in contestants.items():
             forwards, backwards, flops = counts(setup, way, batches[:steps])
@@ -204,13 +209,15 @@ def measure_times(
 
 
 def measure_errors(
-    name: str, args: argparse.Namespace, device: torch.device, rank: int
+    name: str, settings: Settings, device: torch.device, rank: int
 ) -> dict[str, dict[str, float]]:
     """Measure the gradient error of each way that should give the effective batch's gradient, on a small batch."""
-    setup = make_setup(name, args, device, rank, args.error_precision)
-    batches = make_batches(name, setup.inner, [args.error_batch] * args.error_steps, SEED + rank)
+    setup = make_setup(name, settings, device, rank, settings.error_precision)
+    batches = make_batches(
+        name, setup.inner, [settings.error_batch] * settings.error_steps, SEED + rank
+    )
     reference = reference_gradient(setup, batches, SEED + rank)
-    contestants = ways(setup, args.error_steps, args.loss_chunk, with_one_graph=False)
+    contestants = ways(setup, settings.error_steps, settings.loss_chunk, with_one_graph=False)
     contestants = {
         row: way
         for row, way in contestants.items()
@@ -224,8 +231,8 @@ def measure_errors(
         row: gradient_errors(setup, way, batches, SEED + rank, references[SORTED in row])
         for row, way in contestants.items()
     }
-    half = errors.get(f"ours, retain {args.error_steps // 2}")
-    for steps in args.steps:
+    half = errors.get(f"ours, retain {settings.error_steps // 2}")
+    for steps in settings.steps:
         if half is not None and steps > 1:
             errors.setdefault(f"ours, retain {steps // 2}", half)
     return errors
@@ -276,16 +283,20 @@ def steps_markdown(results: dict[str, Any]) -> str:
     return f"{about}.\n\n{markdown_table(header, rows)}"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_args(argv)
+def step(
+    *,
+    settings: Settings,
+    out: A[Path | None, "all numbers; the table goes into FILE.md", "FILE.json"] = None,
+) -> None:
+    """Measure each way to take a step, and print the table."""
     with tempfile.TemporaryDirectory() as scratch:
-        if args.ranks > 1:
-            torch.multiprocessing.spawn(measure_rank, (args, scratch), nprocs=args.ranks)
+        if settings.ranks > 1:
+            torch.multiprocessing.spawn(measure_rank, (settings, scratch), nprocs=settings.ranks)
         else:
-            measure_rank(0, args, scratch)
+            measure_rank(0, settings, scratch)
         results = json.loads((Path(scratch) / "results.json").read_text(encoding="utf-8"))
-    write(results, steps_markdown(results), args.out)
+    write(results, steps_markdown(results), out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(step))
