@@ -276,9 +276,7 @@ def reason_of(error: BaseException) -> tuple[str, bool]:
     if isinstance(status, int) and status in (404, 410):
         return "no such file", False
     if isinstance(status, int) and status >= 400:
-        token = ", which asks for a token: for the hub `hf auth login` or HF_TOKEN"
-        passing = status >= 500 or status in (408, 416, 425, 429)
-        return f"server answered {status}{token if status == 401 else ''}", passing
+        return f"server answered {status}", status >= 500 or status in (408, 416, 425, 429)
     cause = error.reason if isinstance(error, URLError) else error
     for kinds, reason, passing in _REASONS:
         if isinstance(cause, kinds):
