@@ -157,7 +157,9 @@ STRANGERS = {
 
 
 def test_a_stranger_loads_the_exports_and_sees_the_same_embeddings(tmp_path, home):
-    """One process without open_clip and without this package, for all models."""
+    """One process without open_clip and without this package, for all models; by PIL the pixels are equal."""
+    from transformers import AutoProcessor
+
     pictures = [Image.open(home / f"{number}.png") for number in range(len(SIZES))]
     jobs, models = [], []
     for name, (_, params) in STRANGERS.items():
@@ -167,9 +169,11 @@ def test_a_stranger_loads_the_exports_and_sees_the_same_embeddings(tmp_path, hom
         )
         _, transform, tokenizer = load_model(checkpoint)
         folder = export_transformers(checkpoint, tmp_path / name / "export")
-        jobs.append(
-            (folder, torch.stack([transform(picture) for picture in pictures]), tokenizer(TEXTS))
-        )
+        pixels = torch.stack([transform(picture) for picture in pictures])
+        jobs.append((folder, pixels, tokenizer(TEXTS)))
+        exact = AutoProcessor.from_pretrained(folder, backend="pil")
+        found = [exact(images=picture, return_tensors="pt")["pixel_values"] for picture in pictures]
+        torch.testing.assert_close(torch.cat(found), pixels, rtol=0, atol=1e-6)
         files = "".join(
             path.read_text() for path in folder.iterdir() if path.suffix in (".json", ".md")
         )
