@@ -393,6 +393,13 @@ def test_shards_on_the_hugging_face_hub(cache, monkeypatch, url, path):
     assert hub.asked == [(path, "Bearer hf_secret"), ("/stored", None)]
 
 
+def test_parquet_that_breaks_off_without_a_length_is_fetched_again(server, cache):
+    content = b"PAR1" + CONTENT + b"PAR1"
+    (server.folder / "0.parquet").write_bytes(content)
+    server.faults["0.parquet"] = ["open:1000000"]
+    assert read(cache, server.url("0.parquet")) == content
+
+
 def test_a_large_file_is_resumed_by_the_next_call(server, tmp_path):
     server.faults["large"] = ["cut:1000000"]
     path = tmp_path / "annotations.zip"
