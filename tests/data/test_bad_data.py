@@ -22,6 +22,7 @@ from torchvision import transforms
 
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.data.loader import JUDGED_SAMPLES, DataStats, EpochStats
+from open_clip_zerovl.data.mixture import Mixture
 from open_clip_zerovl.data.reader import ShardReader
 from open_clip_zerovl.data.sample_stream import BatchReport, DroppedSample, SliceReader
 from open_clip_zerovl.data.sources import Source, parse_sources
@@ -294,6 +295,15 @@ def test_a_lost_worker_is_named_below_the_error_of_a_checkpoints_writer(tmp_path
     assert loader.explain(error) is None
     error.__context__ = RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
     assert "a loader worker of rank 0 was lost" in loader.explain(error)
+
+
+def test_an_epoch_that_ends_early_is_an_error(tmp_path, monkeypatch):
+    loader = loader_of(parse_sources(f"s={write_source(tmp_path / 's', 0, 4, 4)}"))
+    monkeypatch.setattr(Mixture, "_micro_batches", lambda *_: iter(()))
+    with pytest.raises(
+        UserError, match="ended after 0 of 2 micro-batches; a worker process was lost"
+    ):
+        list(loader)
 
 
 ENDS_BY_AN_EXCEPTION = """
