@@ -239,7 +239,7 @@ def test_memory_does_not_grow_with_k():
 @pytest.fixture
 def kept(monkeypatch):
     """A CUDA device on which a graph takes 100 bytes of 1000 that may be filled: kept(retention) takes a step and returns R."""
-    allocated, peak = [0], [10**9]  # of loading the model
+    allocated, peak = [500], [10**9]  # of the model, and of loading it
     for name, value in {
         "memory_allocated": lambda device: allocated[0],
         "max_memory_allocated": lambda device: peak[0],
