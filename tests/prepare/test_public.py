@@ -120,6 +120,7 @@ ANSWERS = {
     "html": "not a picture",
     "busy": "http 503",
     "cut": "cut off",
+    "half": "cut off",
     "pixel": "picture too small",
     "flood": "too many bytes",
     "silent": "timed out",
