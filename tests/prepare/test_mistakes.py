@@ -321,6 +321,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
         {"no JSON object": 2, "no picture named": 2},
     ),
     "a torn tar": (torn_tar, 9, {"truncated shard": 1}),
+    "stray quotes around rows": (
+        of_lines("pairs.csv", "image,caption", '0.png,"a', "1.png,b", '2.png,c"', "3.png,d"),
+        4,
+        {},
+    ),
     "ids that are lists": (
         of_lines(
             "captions.json",

@@ -21,7 +21,7 @@ from open_clip_zerovl.evaluate.probe import probed_model
 from open_clip_zerovl.features.encoder import tower_before_projection
 from scripts.paper.probe import Settings, lars, linear_head, open_set, probe, train_lars
 from scripts.program import program
-from support.colours import COLOURS, MeanColour, colour_set, drawn, write_folder
+from support.colours import COLOURS, MeanColour, colour_set, write_folder
 from support.tiny_clip import CLIP_TEXT, NATIVE_VISION, random_model, register, write_run
 
 
@@ -112,7 +112,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, checkpoint
             raise PowerCut
         return train.read(index)
 
-    cut = drawn(train.path, train.labels, failing_read)
+    cut = replace(train, read=failing_read)
     with pytest.raises(PowerCut):
         fit_colours(tmp_path / "cut", cut, settings, tower, transform)
     torch.randn(17)  # the process's own generator must not matter

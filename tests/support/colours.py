@@ -30,21 +30,16 @@ class Drawn(IndexedSet):
         return [digest_of(self.path, number) for number in range(len(self))]
 
 
-def drawn(path: str, labels: list[str], read: Callable[[int], Image.Image]) -> Drawn:
-    return Drawn(path, [Picture("", "", label=label) for label in labels], read=read)
-
-
-def colour_set(count: int, *, seed: int = 0, mixed_up: bool = False, px: int = 40) -> IndexedSet:
-    """Make noisy pictures of three colours, whose mean separates the classes unless labels are shuffled."""
+def colour_set(count: int, *, seed: int = 0) -> Drawn:
+    """Make noisy pictures of three colours, whose mean separates the classes."""
     rng = np.random.default_rng(seed)
-    names = list(COLOURS)
-    labels = [names[i % 3] for i in range(count)]
+    labels = [list(COLOURS)[i % 3] for i in range(count)]
     pictures = []
     for label in labels:
-        pixels = np.array(COLOURS[label]) + rng.integers(-30, 31, size=(px, px, 3))
+        pixels = np.array(COLOURS[label]) + rng.integers(-30, 31, size=(40, 40, 3))
         pictures.append(Image.fromarray(pixels.clip(0, 255).astype(np.uint8)))
-    shown = rng.permutation(labels).tolist() if mixed_up else labels
-    return drawn(f"colours-{seed}", shown, lambda index: pictures[index])
+    samples = [Picture("", "", label=label) for label in labels]
+    return Drawn(f"colours-{seed}", samples, read=pictures.__getitem__)
 
 
 class MeanColour(nn.Module):
