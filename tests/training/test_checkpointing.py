@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import stat
@@ -15,11 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY, read_model_spec
+from open_clip_zerovl.checkpoints.loading import MODEL_ENTRY
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.dga.retain import Decision
 from open_clip_zerovl.sampling.schedule import Batching
-from support.tiny_clip import CLIP_TEXT, NATIVE_VISION
 from training.checkpointing import (
     LOCK,
     Position,
@@ -209,19 +207,6 @@ def test_a_disk_without_room_for_a_checkpoint_is_reported_before_the_first_step(
         require_room(tmp_path, model)
     model.requires_grad_(False)  # no moments
     require_room(tmp_path, model)
-
-
-def test_a_model_of_ones_own_is_read_from_its_checkpoint(tmp_path):
-    """The file that was given may be edited or gone, which changes no shape."""
-    config = {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT}
-    edited = {**config, "text_cfg": {**CLIP_TEXT, "heads": 2 * CLIP_TEXT["heads"]}}
-    (tmp_path / "own.json").write_text(json.dumps(edited))
-    (tmp_path / "params.txt").write_text(f"model: own\nmodel_config: {tmp_path}/own.json\n")
-    checkpoint = tmp_path / "checkpoints" / "epoch_1.pt"
-    checkpoint.parent.mkdir()
-    torch.save({"epoch": 1, "state_dict": {"a": torch.zeros(1)}, MODEL_ENTRY: config}, checkpoint)
-    for model in (None, "own"):  # `zerovl export CKPT DIR --model NAME`
-        assert read_model_spec(checkpoint, model=model).model_cfg["text_cfg"] == CLIP_TEXT
 
 
 def test_statistics_with_nan_are_not_saved_and_masks_with_infinite_numbers_are():
