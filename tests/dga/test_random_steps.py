@@ -365,7 +365,10 @@ def buffers_of(case: dict[str, Any], model: torch.nn.Module) -> list[list[torch.
                 buffer.copy_(value)
             with torch.no_grad(), extras["autocast"]():
                 for micro_batch in of_rank:
-                    model(*(noise(*micro_batch) if case["noisy"] else micro_batch[:2]))
+                    inputs = noise(*micro_batch) if case["noisy"] else micro_batch[:2]
+                    outputs = model(*inputs)
+                    if extras["terms"] is not None:  # its dropout draws before the next one's noise
+                        extras["terms"](outputs, *inputs, *micro_batch[2:])
             of_ranks.append([buffer.clone() for buffer in model.buffers()])
     return of_ranks
 
