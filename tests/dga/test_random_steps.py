@@ -381,8 +381,9 @@ def check(case: dict[str, Any], of_ranks: list[tuple[list[Step], Any]]) -> None:
         exact, _ = one_graphs_of(case | {"autocast": "", "dtype": torch.float32})
         close = {"rtol": 1e-2, "atol": 1e-2}
     for step, one in enumerate(wanted):  # with local_loss a rank has the part of its own rows
-        losses = torch.stack([steps[step]["loss"] for steps, _ in of_ranks])
-        torch.testing.assert_close(losses.mean(), one["loss"], **close, msg=f"loss of {case}")
+        losses = torch.stack([steps[step]["loss"] for steps, _ in of_ranks]).mean()
+        in_dtype = losses.to(dtype), one["loss"].to(dtype)  # terms may sum in fp64
+        torch.testing.assert_close(*in_dtype, **close, msg=f"loss of {case}")
     for (steps, own_buffers), wanted_buffers in zip(of_ranks, buffers, strict=True):
         for found, one, in_fp32 in zip(steps, wanted, exact, strict=True):
             grads, of_one = found["gradients"], one["gradients"]
