@@ -9,6 +9,7 @@ import re
 import subprocess
 from base64 import b64decode
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 from transformers import AutoModel, AutoTokenizer
 
+import open_clip_zerovl.api as zerovl
 from open_clip_zerovl.align import alignment
 from open_clip_zerovl.align.alignment import run_align
 from open_clip_zerovl.checkpoints.encoder import Encoder
@@ -136,6 +138,11 @@ def test_the_command_writes_a_model_for_transformers_and_for_training(
     assert main(["align", *words]) == 0, capsys.readouterr().err
     assert loaded == [checkpoint]  # once for both towers
     folder = tmp_path / "out" / "model"
+    given = {"image": checkpoint, "text": checkpoint, "data": words[5], "out": tmp_path / "out"}
+    given |= {"embed_dim": 24, "epochs": 2, "batch_size": 16, "device": "cpu"}
+    aligned = zerovl.align(**given)  # the same call: nothing is trained again
+    assert Path(aligned) == folder and aligned.page().path == tmp_path / "out" / "align.html"
+    assert aligned.scores["rsum"] == max(rsum for _, rsum, _ in aligned.curve)
     assert main(["export", str(folder), str(tmp_path / "hf"), "--format", "transformers"]) == 0, (
         capsys.readouterr().err
     )

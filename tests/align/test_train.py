@@ -226,6 +226,13 @@ def test_training_ends_where_the_held_out_recall_has_not_risen(task, tmp_path, m
         assert torch.equal(value, checked[1][name])
 
 
+def test_each_seed_starts_from_heads_of_its_own():
+    """Else the interval over seeds would be too narrow. Nothing else that draws is touched."""
+    before = torch.get_rng_state()
+    one, other = (Heads((16, 10), 12, seed=seed).image.weight for seed in (0, 1))
+    assert not torch.equal(one, other) and torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_loss_that_is_no_number_ends_with_a_sentence(task, tmp_path):
     task.images.rows[3] = torch.nan
     with pytest.raises(

@@ -17,6 +17,7 @@ import pytest
 from open_clip_zerovl.core import processes
 from open_clip_zerovl.core.errors import UserError
 from open_clip_zerovl.core.processes import (
+    StopSignals,
     children_of,
     follow_training,
     gpu_memories,
@@ -66,6 +67,16 @@ def test_a_foreign_training_program_is_refused(tmp_path, monkeypatch):
     (tmp_path / "training" / "main.py").write_text("from open_clip import create_model")
     with pytest.raises(UserError, match="another package called training was installed over it"):
         training_command([])
+
+
+def test_stop_signals_are_heard_within_their_block_alone():
+    """Else Ctrl-C would be without effect after a training in a process that goes on, such as a notebook's."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.asked
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 @pytest.mark.parametrize(

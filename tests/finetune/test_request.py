@@ -113,10 +113,13 @@ def claimed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changed", ["open_clip_model.safetensors", "open_clip_config.json", "tokenizer.json"]
+    "changed",
+    ["open_clip_model.safetensors", "open_clip_config.json", "tokenizer.json", "../bare.pt"],
 )
 def test_a_model_that_was_overwritten_is_another_one(claimed, tmp_path, changed):
+    """The files of an export, or a checkpoint."""
     folder, out = tmp_path / "export", tmp_path / "out"
+    of_model = {} if changed == "../bare.pt" else {"model": "export", "name": None}
     folder.mkdir()
     config = {
         "model_cfg": {"embed_dim": 24, "vision_cfg": NATIVE_VISION, "text_cfg": CLIP_TEXT},
@@ -125,7 +128,7 @@ def test_a_model_that_was_overwritten_is_another_one(claimed, tmp_path, changed)
     for file in ("open_clip_model.safetensors", "tokenizer.json"):
         (folder / file).write_text("first")
     (folder / "open_clip_config.json").write_text(json.dumps(config))
-    claimed("export", name=None)
+    claimed(**of_model)
     (out / "data").mkdir()
     other = json.dumps({**config, "preprocess_cfg": {"mean": [0, 0, 0]}})
     (folder / changed).write_text(other if changed == "open_clip_config.json" else "other")
@@ -133,9 +136,9 @@ def test_a_model_that_was_overwritten_is_another_one(claimed, tmp_path, changed)
     with pytest.raises(
         UserError, match="out was begun before the content of --from changed; repeat"
     ):
-        claimed("export", name=None)
+        claimed(**of_model)
     (out / "run").rmdir()
-    claimed("export", name=None)  # nothing was trained
+    claimed(**of_model)  # nothing was trained
     assert not (out / "data").exists()
 
 

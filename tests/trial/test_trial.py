@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from open_clip_zerovl.checkpoints.encoder import Encoder
@@ -18,9 +20,9 @@ from open_clip_zerovl.core.flags import flags_of
 from open_clip_zerovl.core.processes import TrainingStopped
 from open_clip_zerovl.data.reader import samples_of
 from open_clip_zerovl.data.splits import write_trained_on
-from open_clip_zerovl.finetune.data import DataArguments, open_sources
+from open_clip_zerovl.finetune.data import DataArguments, find_data, open_sources, sets_of
 from open_clip_zerovl.finetune.request import SETS, FinetuneFlags, FinetuneRequest
-from open_clip_zerovl.finetune.split import source_identities
+from open_clip_zerovl.finetune.split import set_identities, source_identities
 from open_clip_zerovl.models.build import with_text_model
 from open_clip_zerovl.recipe.flags import settings_of
 from open_clip_zerovl.sampling.schedule import source_schedule
@@ -392,6 +394,12 @@ def test_validation_comes_from_pictures_that_the_start_model_has_not_seen(
     notes = table_of(out)["notes"]
     assert notes[0].startswith("Half of the test pictures validate")
     assert not any("memorisation" in note for note in notes)
+    # With too few unseen pictures, both are named.
+    (test,) = sets_of(find_data(str(packed)).held_out).values()
+    write_trained_on(start, np.union1d(seen, set_identities(test, tmp_path / "pictures")), None)
+    main(words(made, tmp_path / "both", *more))
+    said = " ".join(table_of(tmp_path / "both")["notes"])
+    assert all(re.search(rf"of the \d+ {role} pictures", said) for role in ("test", "validation"))
 
 
 def test_pictures_of_labelled_sets_are_not_trained_on(made, trainings, tmp_path):
