@@ -241,7 +241,8 @@ def test_queries_of_one_concept_are_drawn_together():
     assert wide > 3 * narrow
 
 
-def test_draws_are_seeded_and_the_same_for_all_measures():
+def test_draws_are_seeded_and_the_same_for_all_measures(monkeypatch):
+    """Also those of a large set, which are drawn in parts."""
     values = torch.from_numpy(np.random.default_rng(2).normal(size=50))
     one = mean_over([(torch.arange(50), values)], 50)
     shifted = mean_over([(torch.arange(50), values + 1)], 50)
@@ -251,3 +252,5 @@ def test_draws_are_seeded_and_the_same_for_all_measures():
     assert not np.array_equal(drawn["one"], resampled({"one": one}, 300, 6)["one"])
     uneven = mean_over([(torch.tensor([0, 1, 1]), torch.tensor([1.0, 5.0, 6.0]))], 2)
     assert uneven.weighted(np.array([[2.0, 0.0], [1.0, 1.0]])).tolist() == [1, 4]
+    monkeypatch.setattr(metrics_module, "_DRAWS_AT_ONCE_BYTES", 7 * 50 * 8)
+    assert np.allclose(drawn["one"], resampled({"one": one}, 300, 5)["one"])
