@@ -300,6 +300,14 @@ def paths_with_umlauts(folder: Path, first: str, second: str) -> Path:
     return given
 
 
+def names_of_another_case(folder: Path) -> Path:
+    """The table means one of two files, and nobody knows which."""
+    given = table(folder, "image,caption\na.png,x\n1.png,y\n")
+    for number, name in enumerate(("A.png", "a.PNG")):
+        (folder / name).write_bytes(picture(9 + number))
+    return given
+
+
 def class_in_latin_1(folder: Path) -> Path:
     os.rename(classes(folder) / "shoe", os.fsencode(folder) + b"/caf\xe9")
     return folder
@@ -320,6 +328,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], int, dict[str, int]]] = {
         1,
         {"no JSON object": 2, "no picture named": 2},
     ),
+    "a name of two files": (names_of_another_case, 1, {"picture missing": 1}),
     "a torn tar": (torn_tar, 9, {"truncated shard": 1}),
     "stray quotes around rows": (
         of_lines("pairs.csv", "image,caption", '0.png,"a', "1.png,b", '2.png,c"', "3.png,d"),
