@@ -20,7 +20,7 @@ folder of wheels, which `make gpu WHEELS=DIR` unpacks into WORK/site without an 
 network, for Python 3.12 on the GPU's:
 
     python -m pip download --no-deps --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 -d DIR \\
-        open_clip_torch==3.3.0 webdataset==0.2.86 simplejpeg==1.9.0 ftfy==6.3.1 braceexpand==0.1.7 wcwidth==0.2.14
+        open_clip_torch==3.3.0 webdataset==0.2.86 simplejpeg==1.9.0 ftfy==6.3.1 braceexpand==0.1.7 wcwidth==0.2.14 memeff==0.3.1
 """
 
 from __future__ import annotations
