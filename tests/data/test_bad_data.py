@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import os
+import signal
 import struct
 import subprocess
 import tarfile
@@ -285,6 +286,19 @@ def test_a_stalled_pipe_ends_with_a_sentence(workers, tmp_path, monkeypatch):
     ):
         list(loader)
     assert time.monotonic() - begin < 40
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_worker_ends_with_a_sentence(tmp_path):
+    """The moment decides which code receives the signal; both give the same sentence."""
+    loader = loader_of(parse_sources(f"s={write_source(tmp_path / 's', 0, 200, 50)}"), workers=1)
+    with pytest.raises((UserError, RuntimeError)) as raised:
+        for _ in loader:
+            os.kill(loader.mixture.activity[0][0], signal.SIGKILL)
+            time.sleep(0.5)
+    error = raised.value
+    sentence = str(error) if isinstance(error, UserError) else loader.explain(error)
+    assert "loader worker 0 of rank 0 was lost while reading shard" in sentence
 
 
 def test_a_lost_worker_is_named_below_the_error_of_a_checkpoints_writer(tmp_path):

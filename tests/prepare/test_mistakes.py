@@ -167,6 +167,11 @@ MISTAKES: dict[
         files(x_parquet=b"PAR"),
         r"x.parquet cannot be read .*; write or fetch it again",
     ),
+    "too small a source": (
+        "image,caption,kind\n0.png,x,a\n1.png,y,b\n",
+        r"source 'a' has 1 picture, and --test-share 0.1 holds at least one of each source out",
+        {"columns": Columns(source="kind"), "test_share": 0.1},
+    ),
     "pictures alone": (
         lambda folder: classes(folder) / "hat",
         r"has 4 pictures and no captions: .* give a table .* write the caption of 0.png into 0.txt, or .*CLASS/PICTURE",
@@ -397,16 +402,15 @@ def test_a_folder_of_other_inputs_or_settings_is_refused(packed, tmp_path):
     other = as_csv(tmp_path / "other", make_pairs(6))
     packed(given, seed=1)
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    calls = [
+    for sentence, path, seed in (
         ("with seed 1, and this call has seed 2; repeat", given, 2),
         ("with inputs in, and this call has inputs pairs.csv; repeat", other, 1),
-        ("before the content of inputs changed", given, 1),
-    ]
-    for sentence, path, seed in calls:
-        if "content" in sentence:
-            (given / "new.png").write_bytes(picture(99))
+    ):
         with pytest.raises(UserError, match=f"out was begun {sentence}"):
             packed(path, seed=seed)
+    (given / "new.png").write_bytes(picture(99))
+    with pytest.raises(UserError, match="out was begun before the content of inputs changed"):
+        packed(given, seed=1)
     assert before == {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
     with pytest.raises(UserError, match="no pack.json, so this program did not begin it"):
         packed(given, out="other")

@@ -221,10 +221,12 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked():
     ranks = [fork.Process(target=rank_of_two, args=(rank, place, told)) for rank in range(2)]
     for rank in ranks:
         rank.start()
-    sentence, seconds = told.get(timeout=30)
-    for rank in ranks:
-        rank.kill()
-        rank.join()
+    try:
+        sentence, seconds = told.get(timeout=30)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
     assert sentence.startswith("another rank has ended") and seconds < 10
 
 
@@ -232,6 +234,7 @@ def test_a_rank_ends_with_its_torchrun(monkeypatch):
     """It would train on, and write into the folder in which a restart writes; tests/core kills a supervisor."""
     asked: list[int] = []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert torch.distributed.is_torchelastic_launched()  # by the name that this torch gives
     monkeypatch.setattr(stopping, "end_with_parent", asked.append)
     monkeypatch.setattr(stopping, "end", lambda status: None)
     stopping.run(lambda: 0)
