@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from open_clip_zerovl.align.encoders import open_tower
-from open_clip_zerovl.align.request import AlignFlags
 from open_clip_zerovl.align.rows import (
     Features,
     Sources,
@@ -29,7 +28,6 @@ from open_clip_zerovl.features.sources import SourceSamples, cut_captions
 from support.tars import write_tar
 
 CPU = torch.device("cpu")
-FLAGS_OF_TWO = [AlignFlags(encode_batch=20, part=(number, 2)) for number in range(2)]
 
 
 @pytest.fixture

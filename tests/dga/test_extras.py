@@ -1,5 +1,8 @@
 """Per-sample terms, teachers and further features of a step against one graph (fp64); random steps have them, too."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from open_clip.loss import ClipLoss, CoCaLoss
@@ -122,6 +125,23 @@ def test_the_documented_losses_and_terms_run_exactly():
     ]
     for one, (_, other) in zip(found, wanted, strict=True):
         assert sharp_error(one, other) <= EXACT
+
+
+def test_the_documented_adapter_of_a_loss_with_its_own_gradients(monkeypatch):
+    """By a stand-in with memeff's signature; tests/gpu has the real one."""
+
+    def stand_in(*, temperature, stable):
+        return lambda *sides: ClipLoss()(*sides, torch.tensor(1 / temperature))
+
+    def exact(image_features, text_features, **_):
+        return {"contrastive_loss": ClipLoss()(image_features, text_features, torch.tensor(50.0))}
+
+    monkeypatch.setitem(sys.modules, "memeff", SimpleNamespace(MemoryEfficientCLIPLoss=stand_in))
+    scope, model, pairs = {"world_size": 1}, bert_clip().eval(), batches([3, 2])
+    exec(documented("memeff"), scope)
+    model.logit_scale.requires_grad_(False)
+    wanted = one_graph(model, exact, pairs)[1]
+    assert sharp_error(accumulated(model, scope["memory_efficient"], pairs)[1], wanted) <= EXACT
 
 
 def test_terms_that_cannot_be_exact_are_refused():
