@@ -102,8 +102,8 @@ def test_losses_by_source_are_means_since_they_were_last_taken():
         losses = 2.7 + 0.3 * torch.rand(16_384, generator=torch.Generator().manual_seed(seed))
         by_source.see(Report(losses, torch.zeros(16_384, dtype=torch.long)))
         total += losses.double().sum().item()
-    by_source.see(Report(torch.tensor([2.0, 6.0]), torch.tensor([1, 1])))
-    means = {"sbu": total / (100 * 16_384), "vg": 4.0}
+    by_source.see(Report(torch.tensor([2.0, 9.0, 6.0]), torch.tensor([1, 0, 1])))  # of both
+    means = {"sbu": (total + 9) / (100 * 16_384 + 1), "vg": 4.0}
     assert by_source.take() == pytest.approx(means, rel=1e-5) and by_source.take() == {}
 
 
