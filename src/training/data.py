@@ -52,7 +52,7 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
         training: whether open_clip's pipeline, and not our mixture, reads `--train-data`.
 
     Raises:
-        UserError: a missing shard.
+        UserError: a missing shard, a folder.
     """
     named = {"--train-data": args.train_data if training else None, "--val-data": args.val_data}
     if any(named.values()) or args.imagenet_val or args.imagenet_v2:
@@ -63,6 +63,11 @@ def check_stock_data(args: argparse.Namespace, *, training: bool) -> None:
     for flag, path in named.items() if not args.dataset_type.startswith("synthetic") else ():
         if path and (args.dataset_type == "webdataset" or path.endswith(".tar")):
             _check_shards(flag, path, args)
+        elif path and flag == "--train-data" and os.path.isdir(path):
+            # open_clip builds the model, then names an unknown extension.
+            raise UserError(
+                f"{flag} {path} is a folder; name it to read it as a source: --train-data NAME={path}"
+            )
 
 
 def _check_accuracy() -> None:

@@ -60,13 +60,14 @@ def check(**given) -> None:
     [
         ({"train_data": "s/{0..4}.tar"}, "2 of 5 shards of --train-data do not exist, first s/3.tar"),
         ({"val_data": "s/9.tar"}, "1 of 1 shards of --val-data do not exist"),
+        ({"train_data": "s"}, "name it to read it as a source: --train-data NAME=s"),
         ({"train_data": "s/0.tar::s/1.tar", "train_data_upsampling_factors": "1::2", "dataset_resampled": True}, None),
         ({"train_data": "pipe:cat s/0.tar", "dataset_type": "webdataset"}, None),
         ({"train_data": "s3://bucket/{0..2}.tar"}, None),
     ],
 )  # fmt: skip
 def test_a_missing_shard_is_refused(data, given, words):
-    """open_clip's pipeline would wait for it for ever."""
+    """open_clip's pipeline would wait for it for ever, and name the extension of a folder after building the model."""
     with nullcontext() if words is None else pytest.raises(UserError, match=re.escape(words)):
         check(**given)
 

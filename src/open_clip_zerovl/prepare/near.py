@@ -224,7 +224,9 @@ def open_test_sets(
             counts[picture.source] += 1
     if not hashes:
         raise UserError("the test set holds no picture that can be compared")
-    return ComparedSets(np.stack(hashes), owners, dict(counts), len(pictures) - counts.total())
+    # `nearest` compares one word of all hashes at a time, for every training picture.
+    by_words = np.asfortranarray(np.stack(hashes))
+    return ComparedSets(by_words, owners, dict(counts), len(pictures) - counts.total())
 
 
 def _test_pictures(name: str, path: Path, split: str) -> list[Picture]:
