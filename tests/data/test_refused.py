@@ -60,7 +60,7 @@ SOURCES = {
     "a={}/broken": "cannot be read as a tar file",
     "a={}/badsizes": "sizes.json cannot be read .*to have the shards counted",
     "a={}/none": "holds no samples",
-    "a={}/coco": "coco is a retrieval set, .* name the shards to read, as .*coco/test$",
+    "a={}/coco": "coco is a retrieval set, .* name the shards to read, as .*coco/train$",
     "{}/half & evaluation=True": "is a retrieval set",
     "a={}/a & weights=1::2": "gives 2 weights for 1 sources",
     "a={}/a & weights=0": "is not a positive number",

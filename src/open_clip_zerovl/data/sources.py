@@ -199,12 +199,12 @@ def _open(name: str | None, pattern: str, how: _Opening) -> tuple[str, list[Sour
         name = name or Path(path).absolute().name
         return name, _open_packed(name, path, how)
     if component.kind == "benchmark":
-        test = Path(path, "test")
-        if not how.evaluation or not (test / SHARD_COUNT).is_file():
+        split = Path(path, "test" if how.evaluation else "train")
+        if not how.evaluation or not (split / SHARD_COUNT).is_file():
             raise UserError(
-                f"{path} is a retrieval set, whose shards are in its splits; name the shards to read, as {test}"
+                f"{path} is a retrieval set, whose shards are in its splits; name the shards to read, as {split}"
             )
-        name, path = name or Path(path).absolute().name, str(test)
+        name, path = name or Path(path).absolute().name, str(split)
     shards = expand_shards(path)
     if not how.evaluation:
         require_training(path, shards)
