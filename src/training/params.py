@@ -358,7 +358,7 @@ def say_loading() -> None:
 
 
 def read_command(argv: Sequence[str]) -> Command:
-    """Parse a command line, and check the name of its run and the paths of its data.
+    """Parse a command line, and check that it names data, the name of its run and the paths of its data.
 
     open_clip's main first makes the run's folder, then refuses to use its name again, and ends several errors with status 0.
 
@@ -371,6 +371,13 @@ def read_command(argv: Sequence[str]) -> Command:
     rank = int(rank_here() or 0)
     if rank == 0:  # rank 0 makes the run's folder, which another rank could take for an older run's
         require_new_name(args)
+    sets = (args.val_data, args.imagenet_val, args.imagenet_v2)
+    given = (args.train_data, config.retrieval_data, config.zero_shot_data, *sets)
+    if not any(given) and not args.dataset_type.startswith("synthetic"):
+        # open_clip's own sentence comes after the model is built, and perhaps fetched.
+        raise UserError(
+            "there is nothing to do: give --train-data, or data to evaluate on (--retrieval-data ...)"
+        )
     if config.sampling is not None:
         check_paths(args.train_data)
     return args, config

@@ -35,6 +35,7 @@ print("imported", [name for name in {HEAVY} if name in sys.modules])
         (["--help"], 0, "micro-batches of --batch-size per rank make one exact effective batch"),
         (["--dga-stepps", "4"], 2, "there is no flag --dga-stepps; did you mean --dga-steps?"),
         (["--train-data", "a=/x", "--name", "taken"], 2, "a run called 'taken' exists"),
+        ([], 2, "there is nothing to do"),
         (["--", "--train-data", "a=/nowhere/a"], 2, "source 'a': /nowhere/a does not exist"),
         (["--train-data", "a=/x:b=/y"], 2, "source 'a': /x:b=/y does not exist"),
     ],
