@@ -79,6 +79,12 @@ def uneven_classes(folder: Path) -> Path:
     return folder
 
 
+def classes_in_splits(folder: Path) -> Path:
+    for split in ("train", "test"):
+        classes(folder / split)
+    return folder
+
+
 def classes_of_other_numbers(folder: Path) -> Path:
     """Two parquet files whose classes differ behind those that a sentence lists."""
     folder.mkdir()
@@ -198,7 +204,7 @@ MISTAKES: dict[
         {"columns": Columns(source="folder")},
     ),
     "a split is no source": (
-        lambda folder: [classes(folder / split) for split in ("train", "test")] and folder,
+        classes_in_splits,
         "folders of splits are no sources",
         {"columns": Columns(source="folder")},
     ),
