@@ -13,6 +13,7 @@ from open_clip.transformer import PatchDropout
 from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.profiler import profile
 from torchvision.models import resnet18
 
 from open_clip_zerovl.core.errors import UserError
@@ -133,6 +134,32 @@ def test_a_step_has_room_for_its_graphs_and_ends_beyond(monkeypatch):
                 step.take(micro_batches, 0)
         assert torch._dynamo.config.cache_size_limit == 1
         assert not torch._dynamo.config.fail_on_cache_limit_hit
+
+
+class SelfAttention(nn.Linear):
+    """One head by torch's kernels."""
+
+    def forward(self, tokens):
+        parts = super().forward(tokens)[:, None].chunk(3, dim=-1)
+        return nn.functional.scaled_dot_product_attention(*parts)
+
+
+def test_graphs_on_disk_are_taken_where_the_same_attention_is_allowed(tmp_path, monkeypatch):
+    """Of itself torch takes the graph with the kernel that is not allowed any more."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    block, tokens = SelfAttention(8, 24), torch.randn(2, 3, 8)
+    block.compile()
+    for flash in (True, False):
+        torch._dynamo.reset()
+        torch.backends.cuda.enable_flash_sdp(flash)
+        try:
+            with torch.no_grad(), gpu.same_masks(block, cut_texts=False):
+                block(tokens)
+                with profile() as seen:
+                    block(tokens)
+        finally:
+            torch.backends.cuda.enable_flash_sdp(True)
+        assert any("flash_attention" in event.key for event in seen.key_averages()) is flash
 
 
 @pytest.mark.parametrize("sort_text", [False, True])

@@ -176,13 +176,13 @@ def same_masks(model: nn.Module, *, cut_texts: bool) -> Iterator[None]:
         UserError: a function of a compiled model needs more than RECOMPILE_LIMIT graphs.
     """
     with ExitStack() as settings:
-        if is_compiled(model):
-            settings.enter_context(_enough_graphs())
         if cut_texts and torch.backends.cuda.cudnn_sdp_enabled():
             # torch 2.11 and later prefer cuDNN's attention on an H100. It plans each new length anew, and NaN gradients of
             # masked lengths are reported (pytorch#196678).
             torch.backends.cuda.enable_cudnn_sdp(False)
             settings.callback(torch.backends.cuda.enable_cudnn_sdp, True)
+        if is_compiled(model):
+            settings.enter_context(_enough_graphs())
         yield
 
 
@@ -190,8 +190,17 @@ def same_masks(model: nn.Module, *, cut_texts: bool) -> Iterator[None]:
 def _enough_graphs() -> Iterator[None]:
     import torch._dynamo
     import torch._inductor.config as inductor
+    import torch.compiler.config as compiler
 
+    # A graph holds the attention's kernel that was allowed when it was made. torch keeps graphs on disk for later processes
+    # and takes them whatever is allowed there: another kernel, which draws other masks, in some micro-batches.
+    allowed = [
+        name
+        for name in ("flash", "mem_efficient", "cudnn", "math")
+        if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
+    ]
     with (
+        _patched(compiler, cache_key_tag=" ".join([compiler.cache_key_tag, *allowed])),
         _patched(
             torch._dynamo.config,
             recompile_limit=RECOMPILE_LIMIT,
