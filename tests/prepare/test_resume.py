@@ -168,3 +168,16 @@ def test_one_process_writes_a_folder(packed, tmp_path, monkeypatch):
     held = locked(tmp_path / "out/.pack", name=packing._LOCK)
     with held, pytest.raises(UserError, match=r"Another process is writing .*out: wait for it\."):
         packed(given)
+
+
+def test_a_picture_that_the_page_cannot_show_does_not_end_the_call(tmp_path, monkeypatch):
+    """Found by the fuzzer: a decoder may refuse damaged bytes that it took before."""
+
+    def refused(_: Image.Image) -> Image.Image:
+        raise OSError("broken data stream")
+
+    monkeypatch.setattr("open_clip_zerovl.prepare.report.as_shown", refused)
+    given = as_csv(tmp_path / "in", make_pairs(3))
+    pack([str(given)], tmp_path / "out", PackSettings(), work=WORK)
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert page.count("<figure><figcaption>") == 3

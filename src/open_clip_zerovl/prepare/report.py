@@ -22,7 +22,7 @@ from open_clip_zerovl.prepare.rows import Reader
 from open_clip_zerovl.prepare.store import PairDatabase, Stored
 from open_clip_zerovl.report.pages import thumbnail, write_page
 from open_clip_zerovl.report.verdicts import LOW_BEST, RECALL_KS, SHARED_CAPTIONS
-from open_clip_zerovl.shards.pictures import as_shown, decoded
+from open_clip_zerovl.shards.pictures import BadPicture, as_shown, decoded
 from open_clip_zerovl.shards.tar import BYTES_BEHIND
 from open_clip_zerovl.shards.texts import UNMARKED, WORDS_FOR_NOTHING
 
@@ -411,8 +411,11 @@ def write_report_page(out: Path, report: dict[str, Any], store: PairDatabase) ->
         store: with its samples split.
     """
 
-    def figure(sample: Stored, words: str) -> tuple[str, str]:
-        return decoded(store.content(sample), lambda opened: thumbnail(as_shown(opened))), words
+    def figure(sample: Stored, words: str) -> tuple[str | None, str]:
+        try:
+            return decoded(store.content(sample), lambda opened: thumbnail(as_shown(opened))), words
+        except BadPicture:
+            return None, words
 
     samples = []
     for part in report["written"][: 2 * _SOURCES]:
