@@ -457,9 +457,9 @@ class StepLog:
                 "pictures, and at the starting weights."
             )
         assert self.counted_from is not None  # a step is done
-        limited = self.waited >= LIMITING_SHARE * max(self.end - self.counted_from, 1e-9)
-        if limited and self.run_log.first("loader"):
-            share = self.waited / (self.end - self.counted_from)
+        seconds = self.end - self.counted_from
+        share = self.waited / seconds if seconds > 0 else 0.0
+        if share >= LIMITING_SHARE and self.run_log.first("loader"):
             logging.info(
                 f"Epoch {self.epoch}: {share:.0%} of the time waited for data, with {self.args.workers} workers on "
                 f"{usable_cores()} cores; more of either, or smaller pictures, make it faster."

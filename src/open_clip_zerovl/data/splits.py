@@ -312,8 +312,10 @@ def trained_on(models: Iterable[str | Path]) -> Identities | None:
 
 
 def _lists_of(models: Iterable[str | Path]) -> Iterator[Identities]:
+    from open_clip_zerovl.models.configs import LOCAL_DIR  # loads open_clip
+
     for model in models:
-        file = Path(str(model).removeprefix("local-dir:")).expanduser() / TRAINED_ON
+        file = Path(str(model).removeprefix(LOCAL_DIR)).expanduser() / TRAINED_ON
         try:
             yield np.load(file, allow_pickle=False).astype(np.int64)
         except (FileNotFoundError, NotADirectoryError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable
@@ -221,10 +220,10 @@ def fit_logistic(features: Tensor, targets: Tensor, *, seed: int = 0) -> Logisti
         )
 
     accuracy: dict[float, float] = {}
-    best = math.nan
+    best = 1.0  # the values of C_GRID are factors of it
     for candidates in (C_GRID, (10**-0.5, 10**0.5)):
         for factor in tqdm(candidates, desc="choosing C", leave=False):
-            c = factor if math.isnan(best) or candidates is C_GRID else best * factor
+            c = best * factor
             accuracy[c] = float((fit(rest, c)[0].predict(x[held]) == y[held]).mean())
         best = middle_of_best(accuracy)
     classifier, converged = fit(np.arange(len(x)), best)

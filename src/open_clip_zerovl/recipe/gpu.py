@@ -182,12 +182,13 @@ def same_masks(model: nn.Module, *, cut_texts: bool) -> Iterator[None]:
             torch.backends.cuda.enable_cudnn_sdp(False)
             settings.callback(torch.backends.cuda.enable_cudnn_sdp, True)
         if is_compiled(model):
-            settings.enter_context(_enough_graphs())
+            settings.enter_context(_settings_of_compiler())
         yield
 
 
 @contextmanager
-def _enough_graphs() -> Iterator[None]:
+def _settings_of_compiler() -> Iterator[None]:
+    """Allow enough graphs, all with the masks of the attention that is allowed."""
     import torch._dynamo
     import torch._inductor.config as inductor
     import torch.compiler.config as compiler
